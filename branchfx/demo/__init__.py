@@ -1,0 +1,1 @@
+"""The demo behind `branchfx demo`: one GRPO step on sampled rollouts, with eager and with branchreplay."""

@@ -1,0 +1,53 @@
+"""Algebra that makes different spellings of one computation alike, before any analysis looks.
+
+`softmax(x - amax(x, d, keepdim=True), d)`  becomes  `softmax(x, d)`
+
+Legality: softmax is invariant to a shift that is constant along its dim, and ATen's softmax subtracts the maximum
+itself. Dead nodes without side effects are dropped too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+_SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
+_CASTS = (_aten._to_copy.default, _aten.to.dtype)
+
+
+def canonicalize(gm: fx.GraphModule) -> int:
+    """Edit `gm` in place; return how many spellings were changed."""
+    changed = 0
+    for node in list(gm.graph.nodes):
+        if node.target in _SOFTMAX and _drop_shift(node):
+            changed += 1
+    gm.graph.eliminate_dead_code(_is_impure)
+    gm.recompile()
+    return changed
+
+
+def _drop_shift(node: fx.Node) -> bool:
+    shifted = node.args[0]
+    if not (isinstance(shifted, fx.Node) and shifted.target is _aten.sub.Tensor):
+        return False
+    x, top = shifted.args[:2]
+    if not (isinstance(top, fx.Node) and isinstance(x, fx.Node)):
+        return False
+    source = top.args[0] if top.target is _aten.amax.default else None
+    if source is None and len(top.args) == 2 and getattr(top.target, "__name__", "") == "getitem" and top.args[1] == 0:
+        inner = top.args[0]
+        source = inner.args[0] if isinstance(inner, fx.Node) and inner.target is _aten.max.dim else None
+    if source is not x or top.meta["val"].dim() != x.meta["val"].dim():
+        return False
+    node.update_arg(0, x)
+    return True
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """Grad-mode and autocast switches, inputs and the output stay; asserted metadata goes."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.target is _aten._assert_tensor_metadata.default:
+        return False
+    return not isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta and node.meta["val"] is None

@@ -1,0 +1,54 @@
+"""Every family of models gives the numbers of the unmodified model while it shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import batches, models
+from tests.exactness import compare, compile_for_test
+
+# several prompts, depth 4, a row that ends where others go on, a duplicate, a window's worth of shared tokens
+_RIGHT = batches.tree([(9, [(3, [4, (2, [5, 0, 0])]), 7]), (3, [2, 2])], padding="right", shuffle=True)
+_LEFT = batches.tree([(8, [(4, [3, 5]), 1]), (2, [6, 4])], seed=1, padding="left", shuffle=True)
+_SITES = [(name, attn) for name in models.FAMILIES + models.VARIANTS for attn in models.attentions(name)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """Forget the graphs of other tests."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("name", "attn"), _SITES)
+def test_float32(name: str, attn: str) -> None:
+    """Outputs and every gradient agree, for padding at either end, with one compiled model."""
+    model = models.build(name, attn=attn)
+    compiled = compile_for_test(model)
+    for batch in (_RIGHT, _LEFT):
+        compare(model, batch, compiled=compiled)
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_bfloat16(name: str) -> None:
+    """In bfloat16 the distance to float64 is at most twice the unmodified model's."""
+    # two experts that tie in bfloat16 may swap in either run: every expert is chosen, so that none can
+    everywhere = {
+        "gpt_oss": {"num_local_experts": 2},
+        "mixtral": {"num_local_experts": 2},
+        "qwen3_moe": {"num_experts": 2},
+        "deepseek_v3": {"n_routed_experts": 2, "n_group": 1, "topk_group": 1},
+    }
+    compare(models.build(name, dtype=torch.bfloat16, **everywhere.get(name, {})), _RIGHT)
+
+
+@pytest.mark.parametrize("name", [name for name in models.FAMILIES if models.family(name).experts])
+def test_batched_experts(name: str) -> None:
+    """The other way of transformers to compute experts is shared too."""
+    compare(models.build(name, experts="batched_mm"), _RIGHT)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_inductor(name: str) -> None:
+    """The default inner compiler gives the same numbers."""
+    compare(models.build(name), _RIGHT, backend_options={"inner": "inductor"})
