@@ -49,7 +49,9 @@ def make_arms(model: nn.Module, case: Case, names: list[str], options: Mapping[s
         "inductor": lambda: _padded(model, torch.compile(model), case),
         "prefix_grouper": lambda: _prefix_grouper(model, case) if case.prefix else None,
         "hand": lambda: _by_hand(model, model.model, case) if case.branches_are_leaves else None,
-        "hand_inductor": lambda: _by_hand(model, torch.compile(model.model), case) if case.branches_are_leaves else None,
+        "hand_inductor": lambda: (
+            _by_hand(model, torch.compile(model.model), case) if case.branches_are_leaves else None
+        ),
         "ours": lambda: _padded(model, torch.compile(model, backend="branchreplay", options=dict(options)), case),
     }
     made = {name: makers[name]() for name in names}
@@ -123,7 +125,9 @@ def _by_hand(model: Any, trunk: Callable[..., Any], case: Case) -> Arm:
     packed = torch.cat([case.ids[0, :p], suffix.flatten()])[None]
     positions = torch.cat([torch.arange(p), torch.arange(p, p + r).repeat(rows)])[None]
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> Any:
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
         return GroupAttention.apply(query, key, value, p, rows, scaling).transpose(1, 2).contiguous(), None

@@ -7,6 +7,15 @@ import json
 import pathlib
 from typing import Any
 
+_CASE_COLUMNS = (
+    *("B", "T", "tokens", "unique", "token ratio", "FLOP ratio"),
+    *("speed-up", "of the FLOP ratio", "over prefix-grouper"),
+)
+_ARM_COLUMNS = (
+    *("seconds", "speed-up over the faster baseline", "useful rate / sgemm", "compile s"),
+    *("step peak MB", "output error", "worst gradient error"),
+)
+
 
 @dataclasses.dataclass
 class ArmResult:
@@ -75,10 +84,7 @@ def to_json(results: list[CaseResult], settings: dict[str, Any]) -> str:
 
 def to_markdown(results: list[CaseResult]) -> str:
     """Return one table a case, below a table of the cases."""
-    lines = [
-        "| case | B | T | tokens | unique | token ratio | FLOP ratio | speed-up | of the FLOP ratio | over prefix-grouper |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    lines = _header("case", *_CASE_COLUMNS)
     for r in results:
         speedup, peer = r.speedup(), r.arms.get("prefix_grouper")
         share = None if speedup is None else speedup / r.flop_ratio
@@ -100,10 +106,7 @@ def write(path: str | None, text: str) -> None:
 
 
 def _arm_table(r: CaseResult) -> list[str]:
-    lines = [
-        "| arm | seconds | speed-up over the faster baseline | useful rate / sgemm | compile s | step peak MB | output error | worst gradient error |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    lines = _header("arm", *_ARM_COLUMNS)
     for name, arm in r.arms.items():
         peak = "" if arm.peak_bytes is None else f"{arm.peak_bytes / 1e6:.0f}"
         lines.append(
@@ -111,6 +114,10 @@ def _arm_table(r: CaseResult) -> list[str]:
             f"| {arm.compile_seconds:.1f} | {peak} | {arm.output_error:.1e} | {arm.gradient_error:.1e} |"
         )
     return lines
+
+
+def _header(first: str, *others: str) -> list[str]:
+    return [f"| {' | '.join((first, *others))} |", "|---|" + "--:|" * len(others)]
 
 
 def _number(x: float | None) -> str:

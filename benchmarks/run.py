@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{measure.peak_step_bytes(model, arms[args.arms[0]])}\n")
         return 0
     results = [run_case(make(), args) for make in _cases(args).values()]
-    settings = {**{k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()}, "torch": torch.__version__, "cpu": _cpu()}
+    settings = {
+        **{k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()},
+        "torch": torch.__version__,
+        "cpu": _cpu(),
+    }
     report.write(args.json, report.to_json(results, settings))
     markdown = report.to_markdown(results)
     report.write(args.markdown, markdown)

@@ -107,7 +107,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
     share = shared / len(built) if built else 0.0
     lines = [
         f"{len(entries)} classes: " + ", ".join(f"{counts[o]} {o}" for o in OUTCOMES) + ".",
-        f"Of the {len(built)} attention-only ones that build, {shared} are shared ({share:.0%}; the aim is {TARGET:.0%}).",
+        f"Of {len(built)} attention-only ones that build, {shared} are shared ({share:.0%}; the aim is {TARGET:.0%}).",
         "",
         "| model type | class | outcome | detail | other mixing |",
         "|---|---|---|---|---|",

@@ -24,14 +24,16 @@ _SIZES: dict[str, int | float | bool | None] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 40),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), 6),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "rotary_dim", "qk_nope_head_dim", "v_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim",), 8),
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"), 0.0),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "residual_dropout", "emb_pdrop"), 0.0),
-    **dict.fromkeys(("activation_dropout", "embedding_dropout", "layerdrop", "decoder_layerdrop", "summary_last_dropout"), 0.0),
+    **dict.fromkeys(
+        ("activation_dropout", "embedding_dropout", "layerdrop", "decoder_layerdrop", "summary_last_dropout"), 0.0
+    ),
     **dict.fromkeys(("activation_dropout_prob", "classifier_dropout", "ffn_dropout", "router_jitter_noise"), 0.0),
     **dict.fromkeys(("hidden_act_dropout", "resid_dropout", "embed_dropout", "attn_dropout", "moe_dropout"), 0.0),
     **dict.fromkeys(("input_jitter_noise", "relu_dropout", "layer_dropout", "conv_dropout", "token_dropout"), 0.0),
@@ -47,7 +49,9 @@ _FIXES: dict[str, dict[str, Any]] = {
     "bert-generation": {"is_decoder": True},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "attn_pdrop": 0.0, "clip_qkv": 8.0}},
     "dots3_note": {"per_layer_config": None},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 8},
@@ -60,6 +64,8 @@ _FIXES: dict[str, dict[str, Any]] = {
     "opt": {"do_layer_norm_before": True},
     "reformer": {"axial_pos_shape": [2, 7], "axial_pos_embds_dim": [32, 32], "is_decoder": True},
     "xlm": {"causal": True, "asm": False},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX", "is_decoder": True},
 }
@@ -97,12 +103,12 @@ def build(name: str) -> PreTrainedModel:
 def shrink(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Return the configuration of its type with every known size made small."""
     given = config.to_dict()
-    fields = _small(given) | _FIXES.get(name, {})
+    fields = _small(given)
     for key, value in given.items():
         if isinstance(value, dict) and key.endswith("_config"):
             fields[key] = _small(value) | ({"model_type": value["model_type"]} if "model_type" in value else {})
-    # per-layer lists are made anew from the number of layers
-    return type(config)(**fields)
+    # per-layer lists are left out, so that the configuration makes them from the number of layers
+    return type(config)(**fields | _FIXES.get(name, {}))
 
 
 def _small(given: dict[str, Any]) -> dict[str, Any]:

@@ -37,25 +37,25 @@ def examine(name: str, backend: str) -> tuple[str, str]:
         actual, grads = _step(model, torch.compile(model, backend=backend, **options), ids)
     except Exception as error:
         return "not captured", _text(error)
-    error = max(measure.relative(actual, expected), _worst(grads, expected_grads))
+    distance = max(measure.relative(actual, expected), _worst(grads, expected_grads))
     graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return _judge(error, graphs, backend)
+    return _judge(distance, graphs, backend)
 
 
-def _judge(error: float, graphs: int, backend: str) -> tuple[str, str]:
+def _judge(distance: float, graphs: int, backend: str) -> tuple[str, str]:
     """Return the outcome of a call that ran."""
-    if not error <= _TOLERANCE:
-        return "WRONG", f"{error:.1e}"
+    if not distance <= _TOLERANCE:
+        return "WRONG", f"{distance:.1e}"
     if graphs != 1:
         breaks = torch._dynamo.utils.counters["graph_break"]
-        return "not captured", f"{graphs} graphs ({error:.1e}): {_line(next(iter(breaks), ''))}"
+        return "not captured", f"{graphs} graphs ({distance:.1e}): {_line(next(iter(breaks), ''))}"
     if backend != "branchreplay":
-        return "shared", f"{error:.1e} ({backend})"
+        return "shared", f"{distance:.1e} ({backend})"
     import branchfx
 
     stats = branchfx.stats()
     if stats.calls_shared and stats.last.unique_tokens < stats.last.tokens:
-        return "shared", f"{error:.1e}"
+        return "shared", f"{distance:.1e}"
     return "declined", _decline_reason() or ", ".join([*stats.graphs_declined, *stats.calls_declined]) or "no reason"
 
 

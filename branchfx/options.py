@@ -17,7 +17,7 @@ from branchfx.errors import OptionError
 Inner = Literal["inductor", "aot_eager", "eager"]
 Fallback = Literal["warn", "error", "silent"]
 Verify = Literal["off", "first", "every"]
-Padding = Literal["skip", "exact"]
+Padding = Literal["auto", "skip", "exact"]
 Share = Literal["auto", "always", "never"]
 
 ENV_PREFIX = "BRANCHFX_"
@@ -71,8 +71,13 @@ class Options:
         metadata=_about("compare calls with the unshared graph, outputs and gradients", "off", "first", "every"),
     )
     padding: Padding = dataclasses.field(
-        default="skip",
-        metadata=_about("outputs at padded positions: may be zero, or the model's own values", "skip", "exact"),
+        default="auto",
+        metadata=_about(
+            "padded positions: left out and zero, the model's own values, or left out when only outputs read them",
+            "auto",
+            "skip",
+            "exact",
+        ),
     )
     share: Share = dataclasses.field(
         default="auto",

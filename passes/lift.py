@@ -17,10 +17,10 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from branchfx.passes.ir import BASE, Data, Dim, Layout, Position, Row, Size
-from sympy.logic.boolalg import Boolean, BooleanAtom
 
 _aten = torch.ops.aten
 
@@ -49,14 +49,14 @@ class Lifted:
 
 def is_boolean(expr: Any) -> bool:
     """Whether an expression is a truth value."""
-    return isinstance(expr, (Boolean, BooleanAtom)) and not isinstance(expr, sympy.Symbol) or expr in (True, False)
+    return isinstance(expr, (bool, Boolean)) and not isinstance(expr, sympy.Symbol)
 
 
 def as_number(expr: Any) -> Any:
     """Return a truth value as 0 or 1."""
-    if expr in (sympy.true, True):
+    if expr is sympy.true or expr is True:
         return sympy.Integer(1)
-    if expr in (sympy.false, False):
+    if expr is sympy.false or expr is False:
         return sympy.Integer(0)
     return sympy.Piecewise((1, expr), (0, True)) if is_boolean(expr) else expr
 
@@ -69,9 +69,9 @@ def as_boolean(expr: Any) -> Any:
         return expr
     if isinstance(expr, sympy.Piecewise):
         folded = [(sympy.Ne(value, 0), condition) for value, condition in expr.args]
-        if all(v in (sympy.true, sympy.false) for v, _ in folded) and len(folded) == 2:
+        if all(v is sympy.true or v is sympy.false for v, _ in folded) and len(folded) == 2:
             condition = folded[0][1]
-            return condition if folded[0][0] == sympy.true else sympy.Not(condition)
+            return condition if folded[0][0] is sympy.true else sympy.Not(condition)
     return sympy.Ne(expr, 0)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from hypothesis import strategies as st
 
-Spec = int | tuple[int, list["Spec"]]
+Spec = int | tuple[int, Sequence["Spec"]]
 """A leaf is the length of its own tokens; a node is a length and its children. A leaf of 0 ends at its parent."""
 
 Padding = Literal["right", "left", "mixed", "none"]
@@ -142,7 +142,7 @@ def _grow(siblings: Sequence[Spec], path: list[int], vocab: int, rng: random.Ran
 
 
 def specs(max_rows: int = 9, max_run: int = 6, max_depth: int = 6) -> st.SearchStrategy[list[Spec]]:
-    """Draw forests of at most `max_rows` leaves, with runs of 0 to `max_run` tokens (0: ends or forks at its parent)."""
+    """Draw forests of at most `max_rows` leaves, with runs of 0 (forks again, or ends) to `max_run` tokens."""
     run = st.integers(0, max_run)
     node: st.SearchStrategy[Spec] = run
     for _ in range(max_depth - 1):
@@ -169,7 +169,7 @@ def batches(
     ).filter(lambda batch: bool(batch.valid.any()))
 
 
-def _trim(forest: list[Spec], max_rows: int) -> list[Spec]:
+def _trim(forest: Sequence[Spec], max_rows: int) -> list[Spec]:
     """Keep the first `max_rows` leaves."""
     kept: list[Spec] = []
     for node in forest:

@@ -144,7 +144,9 @@ class Report:
         return close and d.to_float64 <= max(2 * d.own, self.floor)
 
 
-def compile_for_test(function: Callable[..., Any], *, dynamic: bool | None = None, **options: Any) -> Callable[..., Any]:
+def compile_for_test(
+    function: Callable[..., Any], *, dynamic: bool | None = None, **options: Any
+) -> Callable[..., Any]:
     """Compile a model or function with the options of the tests, which share whatever can be shared."""
     if BACKEND != "branchreplay":
         return torch.compile(function, backend=BACKEND, dynamic=dynamic)
@@ -248,7 +250,7 @@ def _step_float64(model: nn.Module, function: Callable[..., torch.Tensor], seed:
     if getattr(getattr(wide, "config", None), "_experts_implementation", None):
         # the grouped product has no float64 kernel; a loop over the experts computes the same
         wide.set_experts_implementation("eager")
-    if getattr(wide, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in wide.modules()):
         # a recomputation in the backward is out of the mode's reach
         wide.gradient_checkpointing_disable()
     with Float64Mode():

@@ -76,9 +76,7 @@ _FAMILIES: dict[str, Family] = {
     "olmo2": Family("olmo2"),
     "cohere2": Family("cohere2", _WINDOWS | {"logit_scale": 0.5}),
     "smollm3": Family("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": False}),
-    "starcoder2": Family(
-        "starcoder2", {"sliding_window": WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0}
-    ),
+    "starcoder2": Family("starcoder2", {"sliding_window": WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "granite": Family(
         "granite",
         {

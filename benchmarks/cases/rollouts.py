@@ -19,7 +19,9 @@ from benchmarks.cases.case import Case, from_rows
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def load(path: pathlib.Path, *, rows: int = 8, batches: int = 1, max_tokens: int = 4096, vocabulary: int = 4096) -> list[Case]:
+def load(
+    path: pathlib.Path, *, rows: int = 8, batches: int = 1, max_tokens: int = 4096, vocabulary: int = 4096
+) -> list[Case]:
     """Return batches of consecutive trajectories, the trials of a task side by side.
 
     Args:

@@ -192,9 +192,11 @@ def test_first_ratio_is_one(name: str) -> None:
     """29, 30: old log-probabilities without gradients, in eval mode, equal the update's bit for bit."""
     model, batch = models.build(name), batches.group(4, 9, 5)
     compiled = compile_for_test(model)
+    model.eval()
     with torch.no_grad():
-        old = label_logprobs(compiled.eval(), batch.ids, batch.attention_mask)
-    new = label_logprobs(compiled.train(), batch.ids, batch.attention_mask)
+        old = label_logprobs(compiled, batch.ids, batch.attention_mask)
+    model.train()
+    new = label_logprobs(compiled, batch.ids, batch.attention_mask)
     assert torch.equal((new.detach() - old).exp(), torch.ones_like(old))
 
 

@@ -29,7 +29,10 @@ _MASKED = batches.batches(paddings=["right", "left", "mixed"], positions=["absen
 _SUBJECTS = {
     "llama-sdpa": ({"name": "llama"}, batches.batches()),
     "mistral-sdpa": ({"name": "mistral", "sliding_window": 4, "num_key_value_heads": 1}, _MASKED),
-    "gpt2-eager": ({"name": "gpt2", "attn": "eager"}, batches.batches(paddings=["right", "left"], positions=["tokens"])),
+    "gpt2-eager": (
+        {"name": "gpt2", "attn": "eager"},
+        batches.batches(paddings=["right", "left"], positions=["tokens"]),
+    ),
     "gemma2-eager": ({"name": "gemma2", "sliding_window": 3, "num_key_value_heads": 4}, _MASKED),
     "bloom-eager": ({"name": "bloom"}, _MASKED),
 }

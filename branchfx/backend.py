@@ -1,0 +1,144 @@
+"""The `torch.compile` backend: capture, pipeline, and at each call the packed graph or the caller's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from branchfx.codegen.inner import CompiledGraph, available_inner
+from branchfx.codegen.registration import register_kernels
+from branchfx.counters import recorder
+from branchfx.diagnostics import Code, Decline, DeclineReporter
+from branchfx.dump import observer
+from branchfx.options import Options
+from branchfx.passes.pipeline import SharingPlan, plan_sharing
+from branchfx.runtime.choose import worth_sharing
+from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, tree_arguments
+
+logger = logging.getLogger("branchfx.backend")
+
+
+def branchreplay(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Any = None
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo.
+
+    Args:
+        gm: The captured graph.
+        example_inputs: The first call's inputs.
+        mode: Must be None or "default".
+        options: `torch.compile(options=...)`; see `branchfx.list_options()`.
+
+    Returns:
+        A callable with the graph's signature.
+
+    Raises:
+        OptionError: An option or its value is unknown.
+        DeclinedError: The graph cannot be shared and `fallback="error"`.
+    """
+    settings = Options.from_user(options)
+    register_kernels()
+    device = next((a.device.type for a in example_inputs if isinstance(a, torch.Tensor)), "cpu")
+    inner = available_inner(settings.inner, device)
+    reporter = DeclineReporter(settings.fallback)
+    if inner != settings.inner:
+        reporter.report(Decline(Code.NO_COMPILER, "", "Inductor needs a C++ compiler and none is on the path"))
+    if settings.disable or settings.share == "never":
+        return _unshared(gm, example_inputs, inner)
+    recorder().record_compile("capture_grad" if torch.is_grad_enabled() else "capture_nograd")
+    plan = plan_sharing(
+        gm,
+        example_inputs,
+        padding=settings.padding,
+        autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        observe=observer(settings.dump),
+    )
+    if not isinstance(plan, SharingPlan):
+        for decline in plan:
+            recorder().record_decline(decline.code)
+        for decline in plan:
+            reporter.report(decline)
+        return _unshared(gm, example_inputs, inner)
+    for note in plan.notes:
+        logger.info("in row space: %s", note)
+    return SharedGraph(gm, example_inputs, plan, settings, inner)
+
+
+def _unshared(gm: fx.GraphModule, example_inputs: Sequence[Any], inner: str) -> Callable[..., Any]:
+    """Compile the caller's graph as if we were not there."""
+    recorder().record_compile("baseline")
+    if inner == "eager":
+        return gm.forward
+    if inner == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(gm, list(example_inputs))  # type: ignore[no-any-return]
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs))  # type: ignore[no-any-return]
+
+
+class SharedGraph:
+    """One captured graph with its packed rewrite; holds nothing of a batch between calls."""
+
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], plan: SharingPlan, options: Options, inner: Any
+    ) -> None:
+        self.plan = plan
+        self.options = options
+        count = recorder().record_compile
+        dims = dynamic_dims(plan, example_inputs)
+        self.packed = CompiledGraph(plan.packed.gm, dims, inner, lambda: count("packed"))
+        own = [
+            frozenset(d for d in dim if _is_symbolic(node, d))
+            for dim, node in zip(dims, (n for n in gm.graph.nodes if n.op == "placeholder"), strict=False)
+        ]
+        self.original = CompiledGraph(gm, own, inner, lambda: count("baseline"))
+
+    def __call__(self, *args: Any) -> Any:
+        plan, options = self.plan, self.options
+        rows, columns = batch_size(plan, args)
+        if rows < 2 or columns < 1:
+            return self._original(args, rows, columns, rows * columns, Code.ONE_ROW if rows else Code.EMPTY_BATCH)
+        shared_length = 16 if options.min_shared_tokens is None else options.min_shared_tokens
+        tree, valid = build_tree(plan, args, shared_length)
+        if tree.tokens < 2:
+            return self._original(args, rows, columns, tree.valid_tokens, Code.EMPTY_BATCH)
+        if not plan.skips_padding and _has_masked_query(plan, valid):
+            return self._original(args, rows, columns, tree.valid_tokens, Code.MASKED_QUERY)
+        if options.share == "auto" and not worth_sharing(plan, tree):
+            return self._original(args, rows, columns, tree.valid_tokens, Code.SHARING_DOES_NOT_PAY)
+        recorder().record_call(
+            rows=rows,
+            tokens=tree.valid_tokens,
+            padded_tokens=rows * columns,
+            unique_tokens=tree.tokens,
+            shared=True,
+        )
+        return self.packed(*args, *tree_arguments(plan, tree, args))
+
+    def _original(self, args: Sequence[Any], rows: int, columns: int, tokens: int, why: Code) -> Any:
+        recorder().record_call(
+            rows=rows,
+            tokens=tokens,
+            padded_tokens=rows * columns,
+            unique_tokens=tokens,
+            shared=False,
+            declined_by=why,
+        )
+        return self.original(*args)
+
+
+def _is_symbolic(node: fx.Node, dim: int) -> bool:
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt):
+        return dim < 0
+    return isinstance(value, torch.Tensor) and dim >= 0 and isinstance(value.shape[dim], torch.SymInt)
+
+
+def _has_masked_query(plan: SharingPlan, valid: Any) -> bool:
+    return False

@@ -1,0 +1,101 @@
+"""The packed schedule: all unique tokens in one forward and one backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from branchfx.passes.ir import InputRole, Window
+from branchfx.passes.pipeline import SharingPlan
+from branchfx.token_tree import TokenSubset, TokenTree, build_token_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeOfBatch:
+    """The token tree of one call, and the inputs that the packed graph reads from it."""
+
+    tree: TokenTree
+    first_valid: Tensor | None
+
+
+def batch_size(plan: SharingPlan, args: Sequence[Any]) -> tuple[int, int]:
+    """Return (B, T) of a call."""
+    rows, columns = (plan.captured.bindings[s] for s in (plan.captured.rows, plan.captured.positions))
+    return int(args[rows[0]].shape[rows[1]]), int(args[columns[0]].shape[columns[1]])
+
+
+def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -> tuple[TokenTree, Tensor | None]:
+    """Compare the sharing key of the batch and return its tree and the validity mask."""
+    with torch.no_grad():
+        values = [v.detach() for v in plan.key.gm(*args)]
+    rows, columns = batch_size(plan, args)
+    shaped = [
+        value.movedim((row, column), (0, 1)).cpu()
+        for value, (row, column) in zip(values, plan.key.shapes, strict=True)
+    ]
+    keys = [k.reshape(rows, columns, *k.shape[2:]) for k in shaped[: plan.key.keys]]
+    valid: Tensor | None = None
+    for mask in shaped[plan.key.keys :]:
+        flag = (mask != 0).reshape(rows, columns)
+        valid = flag if valid is None else valid & flag
+    if not keys and valid is None:
+        keys = [torch.zeros(rows, columns, dtype=torch.int8)]
+    tree = build_token_tree(
+        keys, valid, min_shared_tokens=min_shared_tokens, relative_columns=not plan.key.absolute_columns
+    )
+    return tree, valid
+
+
+def tree_arguments(plan: SharingPlan, tree: TokenTree, args: Sequence[Any]) -> list[Tensor]:
+    """Return the values of `plan.packed.tree_inputs`."""
+    device = args[plan.captured.bindings[plan.captured.rows][0]].device
+    sizes = {s: (args[i].shape[d] if d >= 0 else args[i]) for s, (i, d) in plan.captured.bindings.items()}
+    subsets: dict[Window, TokenSubset] = {}
+    out: list[Tensor] = []
+    for item in plan.packed.tree_inputs:
+        start = 0 if item.window.start is None else int(item.window.start.subs(sizes))
+        stop = tree.columns if item.window.stop is None else int(item.window.stop.subs(sizes))
+        whole = item.window == Window()
+        if not whole and item.window not in subsets:
+            subsets[item.window] = tree.subset(start, stop)
+        subset = None if whole else subsets[item.window]
+        index = None if subset is None else subset.token_index
+        column = tree.column_of_token if index is None else tree.column_of_token[index]
+        if item.kind == "segments":
+            out.append(tree.segment_table)
+        elif item.kind == "query":
+            assert index is not None
+            out.append(index)
+        elif item.kind == "unpack":
+            out.append((tree.unpack_index if subset is None else subset.unpack_index).to(device))
+        elif item.kind == "column":
+            out.append(column.to(device))
+        elif item.kind == "token":
+            assert index is not None
+            out.append(index.to(device))
+        else:
+            row = tree.row_of_token if index is None else tree.row_of_token[index]
+            out.append((row * (stop - start) + column - start).to(device))
+    return out
+
+
+def dynamic_dims(plan: SharingPlan, args: Sequence[Any]) -> list[frozenset[int]]:
+    """Return the dims of each argument of the packed graph that change between calls."""
+    free = {place for place in plan.captured.bindings.values()}
+    out: list[frozenset[int]] = []
+    placeholders = [n for n in plan.captured.gm.graph.nodes if n.op == "placeholder"]
+    for i, (spec, node) in enumerate(zip(plan.captured.inputs, placeholders, strict=True)):
+        value = node.meta["val"]
+        if spec.role is InputRole.PARAMETER:
+            out.append(frozenset())
+        elif isinstance(value, Tensor):
+            out.append(frozenset(d for d, s in enumerate(value.shape) if isinstance(s, torch.SymInt)))
+        else:
+            out.append(frozenset({-1}) if (i, -1) in free else frozenset())
+    for item in plan.packed.tree_inputs:
+        out.append(frozenset({0, 1}) if item.kind == "unpack" else frozenset({0}))
+    return out

@@ -1,0 +1,84 @@
+"""The sharing key: the values that the packed region reads from row space, computed before the call.
+
+The packed region is a function of these values, of the columns where it reads them, and of the tree. So two tokens
+may share exactly when their keys are equal, entry by entry, for them and for their whole past.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from branchfx.passes.editor import GraphBuilder
+from branchfx.passes.ir import CapturedGraph, Data
+from branchfx.passes.layout import TokenLayouts
+from branchfx.passes.mixing import MixingSites
+from branchfx.passes.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyGraph:
+    """How to compute the key of a batch.
+
+    Attributes:
+        gm: From the captured inputs to the key values and then the validity masks; run without gradients.
+        keys: How many of its outputs are keys.
+        shapes: For each output, the dim of rows and the dim of positions.
+        absolute_columns: Whether equal tokens must stand in equal columns.
+        valid: Names of the nodes that say which tokens are real; empty when padding is kept or there is none.
+    """
+
+    gm: fx.GraphModule
+    keys: int
+    shapes: tuple[tuple[int, int], ...]
+    absolute_columns: bool
+    valid: tuple[str, ...]
+
+
+def common_validity(sites: MixingSites) -> tuple[str, ...] | None:
+    """Return the validity that every site has, or None when they differ."""
+    found = {site.key_valid for site in sites.attention.values()}
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def build_key_graph(
+    graph: CapturedGraph, layouts: TokenLayouts, sites: MixingSites, placement: Placement, valid: tuple[str, ...]
+) -> KeyGraph:
+    """Extract the computation of the key.
+
+    Args:
+        graph: The captured graph.
+        layouts: Its layouts.
+        sites: Its attention sites.
+        placement: Where values live.
+        valid: Nodes that say which tokens are real.
+    """
+    masks = {n for site in sites.attention.values() for n in site.key_valid}
+    keys = tuple(name for name in placement.pack_at if name not in valid or not valid)
+    if valid:
+        keys = tuple(name for name in keys if name not in masks)
+    nodes = {n.name: n for n in graph.gm.graph.nodes}
+    wanted = [nodes[name] for name in (*keys, *valid)]
+    needed: set[fx.Node] = set()
+    todo = list(wanted)
+    while todo:
+        node = todo.pop()
+        if node not in needed:
+            needed.add(node)
+            todo.extend(node.all_input_nodes)
+    build = GraphBuilder()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.gm.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = build.copy(node, lambda n: copies[n])
+    build.graph.output(tuple(copies[n] for n in wanted))
+    shapes = []
+    for node in wanted:
+        layout = layouts.layout(node)
+        assert layout is not None and layout.data is Data.TOKEN
+        from branchfx.passes.ir import Position, Row
+
+        shapes.append((layout.where_is(Row), layout.where_is(Position)))
+    absolute = bool(placement.positions_at) or any(s.reads_columns for s in sites.attention.values())
+    return KeyGraph(build.module(), len(keys), tuple(shapes), absolute, valid)
