@@ -10,6 +10,7 @@ queries that are a subset of its keys.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -59,6 +60,11 @@ def demanded_windows(
             continue
         for source in node.all_input_nodes:
             _need(needs, source.name, window)
+    for node in graph.gm.graph.nodes:
+        # the results of an operator are held where the operator runs; a reader cuts them
+        source = node.args[0] if node.target is operator.getitem else None
+        if node.name in out and isinstance(source, fx.Node) and source.name in out:
+            out[node.name] = out[source.name]
     return out
 
 

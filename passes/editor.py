@@ -103,9 +103,9 @@ class GraphBuilder:
         self.graph.lint()
         return used
 
-    def module(self) -> fx.GraphModule:
-        """Return the graph as a module."""
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+    def module(self, constants: torch.nn.Module) -> fx.GraphModule:
+        """Return the graph as a module that holds the constants of `constants`."""
+        return fx.GraphModule(constants, self.graph)
 
 
 def _is_impure(node: fx.Node) -> bool:

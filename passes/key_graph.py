@@ -81,4 +81,4 @@ def build_key_graph(
 
         shapes.append((layout.where_is(Row), layout.where_is(Position)))
     absolute = bool(placement.positions_at) or any(s.reads_columns for s in sites.attention.values())
-    return KeyGraph(build.module(), len(keys), tuple(shapes), absolute, valid)
+    return KeyGraph(build.module(graph.gm), len(keys), tuple(shapes), absolute, valid)

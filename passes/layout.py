@@ -84,6 +84,9 @@ class TokenLayoutAnalysis:
                             node, Code.FLOAT_INPUT_GRAD, f"the input {node.name} requires a gradient row by row"
                         )
                 continue
+            if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor):
+                layouts[node.name] = _replicated(node.meta["val"])
+                continue
             if node.op != "call_function" or not _is_tensor(node.meta.get("val")):
                 continue
             try:

@@ -385,7 +385,7 @@ def _slice(lifter: Lifter, node: fx.Node, index: Index) -> Lifted:
         return lifter.lift(node.args[0], index)
     if any(isinstance(f, Position) for f in source.dims[d]):
         return lifter.lift(node.args[0], index)  # columns are absolute
-    if any(isinstance(f, Position) for f in here.dims[d]):
+    if any(isinstance(f, Position) for f in here.dims[d]) and len(node.args) > 2 and node.args[2] in (None, 0):
         return lifter.lift(node.args[0], index)  # row i of a table is column i
     raise Unliftable(node.name)
 

@@ -147,12 +147,21 @@ class LiteralReader(fx.Interpreter):
         """A bound of `arange`, `slice`, `narrow` or `split`."""
         if not 1 < bound < _END:
             return bound
-        if n.target in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.linspace.default):
+        rows, positions = self.value(self.rows), self.value(self.positions)
+        if n.target is _aten.linspace.default or (n.target is not _aten.arange.default and args[0] != 0):
+            # a range that does not start at 0 numbers no rows
+            return self.positions if bound == positions else bound
+        if n.target in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step):
             total = self.rows * self.positions
-            for candidate in (self.positions, self.rows, total):
-                if bound == self.value(candidate):
+            for value, candidate in ((positions, self.positions), (rows, self.rows), (rows * positions, total)):
+                if bound == value:
                     return candidate
             return bound
+        if n.target is _aten.slice.Tensor and spot == 2:
+            size = args[0].shape[args[1]]
+            tail = len(args) < 4 or args[3] >= _END
+            # the last T rows of a table
+            return size - self.positions if tail and type(size) is int and size - bound == positions else bound
         if n.target is _aten.slice.Tensor and spot == 3:
             size = args[0].shape[args[1]]
             if isinstance(size, torch.SymInt):

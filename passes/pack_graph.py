@@ -138,7 +138,7 @@ class _Writer:
         self.build.output(output, lambda n: self.row[n.name])
         used = self.build.finish([i.name for i in self.inputs.values()])
         tree_inputs = tuple(i for i in self.inputs.values() if i.name in used)
-        return PackedGraph(self.build.module(), tree_inputs, self.windows)
+        return PackedGraph(self.build.module(self.captured.gm), tree_inputs, self.windows)
 
     def _is_pure(self, node: fx.Node) -> bool:
         return isinstance(node.target, torch._ops.OpOverload) or node.target in (operator.getitem,) or "val" not in node.meta or node.meta["val"] is not None
@@ -238,10 +238,8 @@ class _Writer:
             return self.packed[key]
         if node.name in self.placement.packed:
             held = self.windows[node.name]
-            layout = self._single(node)
-            dim = layout.where_is(Position)
-            assert held == own_window(self.layouts, node.name) == BASE and dim >= 0, node
-            result = self.build.call(_aten.index_select.default, (self.packed[(node.name, held)], dim, self.tree("token", window)))
+            assert held == own_window(self.layouts, node.name) == BASE, node
+            result = self._cut(self.packed[(node.name, held)], self._single(node), window)
         elif isinstance(found, tuple):
             return self.row[node.name]
         elif not any(isinstance(f, (Row, Position)) for f in found.factors):
@@ -250,6 +248,20 @@ class _Writer:
             result = self._pack(node, found, window)
         self.packed[key] = result
         return result
+
+    def _cut(self, x: fx.Node, layout: Layout, window: Window) -> fx.Node:
+        """Select the tokens of a window from a packed value that holds all tokens."""
+        index = self.tree("token", window)
+        plain = [tuple(f for f in dim if not isinstance(f, Row)) for dim in layout.dims]
+        dim = next((i for i, d in enumerate(plain) if len(d) == 1 and isinstance(d[0], Position)), -1)
+        if dim >= 0:
+            return self.build.call(_aten.index_select.default, (x, dim, index))
+        factors = [f for d in plain for f in d]
+        split = [-1 if isinstance(f, Position) else f.value for f in factors]  # type: ignore[union-attr]
+        at = next(i for i, f in enumerate(factors) if isinstance(f, Position))
+        x = self.build.call(_aten.reshape.default, (x, split))
+        x = self.build.call(_aten.index_select.default, (x, at, index))
+        return self.build.call(_aten.reshape.default, (x, self.sizes(layout, window, infer=True)))
 
     def _pack(self, node: fx.Node, layout: Layout, window: Window) -> fx.Node:
         """Gather one representative of each token from a row-space value."""

@@ -21,12 +21,15 @@ import torch
 from torch import fx
 
 from branchfx.passes.cost import Machine, contraction_length, node_cost, value_bytes
-from branchfx.passes.ir import CapturedGraph, Data, InputRole, Layout
+from branchfx.passes.ir import CapturedGraph, Data, InputRole, Layout, Size
 from branchfx.passes.layout import TokenLayouts
 from branchfx.passes.mixing import MixingSites
 from branchfx.passes.rules.registry import RuleTable
 
 _aten = torch.ops.aten
+
+_NEVER = float("inf")
+"""Capacity of an edge that no cut may take."""
 
 _SHARING_GUESS = 3.0
 """Tokens of the batch over unique tokens that the cut assumes; every value above 1 gives nearly the same cut."""
@@ -95,8 +98,14 @@ class PlacementAnalysis:
                 self._node(network, node, layouts, sites)
         for node in order:
             self._edges(network, node, layouts, sites, free, from_inputs, live)
-        _, (packed_side, _) = nx.minimum_cut(network, "packed", "rows") if network.has_node("packed") else (0, ((), ()))
-        packed = frozenset(n for n in packed_side if n in free)
+        packed: frozenset[str] = frozenset()
+        if network.has_node("packed") and network.has_node("rows"):
+            try:
+                _, (packed_side, _) = nx.minimum_cut(network, "packed", "rows")
+                packed = frozenset(n for n in packed_side if n in free)
+            except nx.NetworkXUnbounded:
+                # a site reads something that cannot be packed: nothing is, and the pipeline says why
+                packed = frozenset()
         return self._result(order, layouts, sites, packed, live)
 
     def can_pack(self, node: fx.Node, layouts: TokenLayouts, sites: MixingSites) -> bool:
@@ -115,13 +124,14 @@ class PlacementAnalysis:
             return False
         if node.target is _aten.index.Tensor:
             source = layouts.layout(node.args[0])  # type: ignore[arg-type]
-            return source is not None and source.is_replicated
+            looked_up = [d for d, index in zip(source.dims, node.args[1], strict=False) if index is not None] if source else []
+            return all(isinstance(f, Size) for d in looked_up for f in d)
         return True
 
     def _node(self, network: Any, node: fx.Node, layouts: TokenLayouts, sites: MixingSites) -> None:
         layout = layouts.of[node.name]
         if node.name in sites.attention:
-            network.add_edge("packed", node.name)  # no capacity: never cut
+            network.add_edge("packed", node.name, capacity=_NEVER)
             return
         if isinstance(layout, tuple):
             network.add_edge("packed", node.name, capacity=1e-12)
@@ -154,30 +164,26 @@ class PlacementAnalysis:
                 if user.name not in free:
                     network.add_edge(node.name, "rows", **self._more(network, node, self._unpack(node, user, layout)))
                     continue
-                network.add_edge(node.name, user.name, **_cap(self._unpack(node, user, layout)))
+                network.add_edge(node.name, user.name, capacity=self._unpack(node, user, layout))
                 if isinstance(layout, Layout) and node.name in from_inputs:
-                    network.add_edge(user.name, node.name, **_cap(self.machine.seconds(value_bytes(node, layout), 1.0)))
+                    network.add_edge(user.name, node.name, capacity=self.machine.seconds(value_bytes(node, layout), 1.0))
                 else:
-                    network.add_edge(user.name, node.name)
+                    network.add_edge(user.name, node.name, capacity=_NEVER)
             elif user.name in free and not _packs_freely(layout, node.name in from_inputs):
-                network.add_edge(user.name, "rows")
+                network.add_edge(user.name, "rows", capacity=_NEVER)
 
-    def _unpack(self, node: fx.Node, user: fx.Node, layout: Any) -> float | None:
+    def _unpack(self, node: fx.Node, user: fx.Node, layout: Any) -> float:
         if isinstance(layout, tuple):
-            return None
+            return _NEVER
         if user.target is _aten.gather.default and user.args[0] is node:
             own = user.meta["val"]
             return float(own.dtype.itemsize * 2) / self.machine.bytes_per_second
         return self.machine.seconds(value_bytes(node, layout), _SHARING_GUESS)
 
-    def _more(self, network: Any, node: fx.Node, seconds: float | None) -> dict[str, float]:
+    def _more(self, network: Any, node: fx.Node, seconds: float) -> dict[str, float]:
         """Add to the capacity of the edge to row space that the node's own cost made."""
-        if seconds is None:
-            return {}
-        old = network.get_edge_data(node.name, "rows")
-        if old is not None and "capacity" not in old:
-            return {}
-        return {"capacity": seconds + (old or {}).get("capacity", 0.0)}
+        old = network.get_edge_data(node.name, "rows", default={"capacity": 0.0})
+        return {"capacity": seconds + old["capacity"]}
 
     def _result(
         self,
@@ -234,10 +240,6 @@ def _site_readers(sites: MixingSites, node: fx.Node) -> list[fx.Node]:
 
 def _names_of(sites: MixingSites, node: fx.Node) -> list[str]:
     return [name for name in sites.attention if node.name in site_inputs(sites, name)]
-
-
-def _cap(seconds: float | None) -> dict[str, float]:
-    return {} if seconds is None else {"capacity": seconds}
 
 
 def _packs_freely(layout: Any, from_inputs: bool) -> bool:

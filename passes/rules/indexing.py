@@ -58,9 +58,9 @@ def _slice(node: fx.Node, ctx: RuleContext) -> Layout:
     else:
         require_constant(x.dims[d], "a slice")
         if after.free_symbols:
-            # a table by position, such as cached rotary angles: rows of the table are columns of the batch
-            if x.data is not Data.NONE or start != 0 or step != 1:
-                raise Refusal(Code.RECURRENCE, "a slice of a table does not start at its first row")
+            # a table by position, such as cached rotary angles: its rows follow the columns of the batch
+            if x.data is not Data.NONE or step != 1:
+                raise Refusal(Code.RECURRENCE, "a slice picks positions of a value that is no table")
             dims[d] = ctx.dim_from_size(after)
         else:
             dims[d] = (Size(int(after)),) if after != 1 else ()
