@@ -213,3 +213,18 @@ for _name, _schema in SCHEMAS.items():
     torch.library.register_fake(_qualified, _FAKES[_name])
     _setup, _grad = _GRADS[_name]
     torch.library.register_autograd(_qualified, _grad, setup_context=_setup)
+
+
+def softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
+    """Return the weights of `softmax(cat([scores, sink], -1))` without the sink's own column.
+
+    Args:
+        scores: `[..., T]`.
+        sink: `[..., 1]`, a logit that takes weight and has no value.
+    """
+    joined = torch.cat([scores, sink], dim=-1)
+    return joined.softmax(-1)[..., :-1]
+
+
+torch.library.define(f"{NAMESPACE}::softmax_with_sink", "(Tensor scores, Tensor sink) -> Tensor")
+torch.library.impl(f"{NAMESPACE}::softmax_with_sink", "CompositeImplicitAutograd", softmax_with_sink)

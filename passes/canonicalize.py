@@ -1,8 +1,9 @@
 """Algebra that makes different spellings of one computation alike, before any analysis looks.
 
 `softmax(x - amax(x, d, keepdim=True), d)`  becomes  `softmax(x, d)`
+`softmax(cat([x, sink], -1), -1)[..., :-1]`  becomes  `softmax_with_sink(x, sink)`
 
-Legality: softmax is invariant to a shift that is constant along its dim, and ATen's softmax subtracts the maximum
+Legality: the second is the definition of the operator; softmax is invariant to a shift that is constant along its dim, and ATen's softmax subtracts the maximum
 itself. Dead nodes without side effects are dropped too.
 """
 
@@ -21,6 +22,9 @@ def canonicalize(gm: fx.GraphModule) -> int:
     changed = 0
     for node in list(gm.graph.nodes):
         if node.target in _SOFTMAX and _drop_shift(node):
+            changed += 1
+    for node in list(gm.graph.nodes):
+        if node.target is _aten.slice.Tensor and _name_sink(node):
             changed += 1
     gm.graph.eliminate_dead_code(_is_impure)
     gm.recompile()
@@ -41,6 +45,36 @@ def _drop_shift(node: fx.Node) -> bool:
     if source is not x or top.meta["val"].dim() != x.meta["val"].dim():
         return False
     node.update_arg(0, x)
+    return True
+
+
+def _name_sink(node: fx.Node) -> bool:
+    """The slice that drops the sink's column names the whole step."""
+    weights = node.args[0]
+    while isinstance(weights, fx.Node) and weights.target in (*_CASTS, _aten.dropout.default):
+        if weights.target is _aten.dropout.default and weights.args[1] != 0 and weights.args[2]:
+            return False
+        weights = weights.args[0]
+    if not isinstance(weights, fx.Node) or weights.target is not _aten.softmax.int:
+        return False
+    joined, rank = weights.args[0], weights.meta["val"].dim()
+    while isinstance(joined, fx.Node) and joined.target in _CASTS:
+        joined = joined.args[0]
+    if not isinstance(joined, fx.Node) or joined.target is not _aten.cat.default:
+        return False
+    parts, dims = joined.args[0], (node.args[1], joined.args[1] if len(joined.args) > 1 else 0, weights.args[1])
+    if len(parts) != 2 or any(int(d) % rank != rank - 1 for d in dims) or node.args[2:] != (0, -1):  # type: ignore[arg-type]
+        return False
+    scores, sink = parts  # type: ignore[misc]
+    if sink.meta["val"].shape[-1] != 1:
+        return False
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(torch.ops.branchfx.softmax_with_sink.default, (scores, sink))
+    new.meta = dict(node.meta)
+    if node.meta["val"].dtype != scores.meta["val"].dtype:
+        return False
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
     return True
 
 

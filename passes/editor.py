@@ -25,6 +25,7 @@ class GraphBuilder:
         self.graph = fx.Graph()
         self.origin: fx.Node | None = None
         self._last_input: fx.Node | None = None
+        self._last_size: fx.Node | None = None
         self._extra: dict[str, fx.Node] = {}
         self._cache: dict[Any, fx.Node] = {}
 
@@ -58,17 +59,13 @@ class GraphBuilder:
         return node
 
     def once(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        """Add a size computation right behind the inputs it reads, once."""
+        """Add a size computation right behind the inputs and the sizes it reads, once."""
         key = (target, args)
         if key not in self._cache:
-            assert self._last_input is not None
-            sources = [a for a in args if isinstance(a, fx.Node)]
-            after = self._last_input
-            for source in sources:
-                if source.op != "placeholder":
-                    after = source
+            after = self._last_size or self._last_input
+            assert after is not None
             with self.graph.inserting_after(after):
-                self._cache[key] = self.graph.call_function(target, args)
+                self._cache[key] = self._last_size = self.graph.call_function(target, args)
         return self._cache[key]
 
     def size_of_expr(self, expr: Any, leaf: Callable[[Any], fx.Node]) -> Any:

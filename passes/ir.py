@@ -74,11 +74,26 @@ class Data(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SlotIndex:
+    """What an index tensor of expert routing holds.
+
+    Attributes:
+        kind: `slot`: the flat (token, choice) pair that a sorted slot came from. `token`: its token. `inverse`: the
+            sorted slot of a flat pair. `counts`: slots an expert, or their running sum. `iota`: 0, 1, 2, ...
+        order: The node that sorted the slots; "" for `iota`.
+    """
+
+    kind: str
+    order: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """What is known of one value: the factors of each dim, and what its entries depend on."""
+    """What is known of one value: the factors of each dim, what its entries depend on, and what they index."""
 
     dims: tuple[Dim, ...]
     data: Data = Data.NONE
+    index: SlotIndex | None = None
 
     @property
     def factors(self) -> tuple[Factor, ...]:

@@ -148,7 +148,8 @@ class LiteralReader(fx.Interpreter):
         if not 1 < bound < _END:
             return bound
         rows, positions = self.value(self.rows), self.value(self.positions)
-        if n.target is _aten.linspace.default or (n.target is not _aten.arange.default and args[0] != 0):
+        late_range = n.target in (_aten.arange.start, _aten.arange.start_step) and args[0] != 0
+        if n.target is _aten.linspace.default or late_range:
             # a range that does not start at 0 numbers no rows
             return self.positions if bound == positions else bound
         if n.target in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step):
@@ -156,7 +157,8 @@ class LiteralReader(fx.Interpreter):
             for value, candidate in ((positions, self.positions), (rows, self.rows), (rows * positions, total)):
                 if bound == value:
                     return candidate
-            return bound
+            choices, rest = divmod(bound, rows * positions)
+            return total * choices if rest == 0 else bound
         if n.target is _aten.slice.Tensor and spot == 2:
             size = args[0].shape[args[1]]
             tail = len(args) < 4 or args[3] >= _END

@@ -28,8 +28,19 @@ class _Replay(torch.nn.Module):
         return fx.Interpreter(self.gm).run(*args)
 
 
+class CustomBackwardError(Exception):
+    """The graph holds a `torch.autograd.Function`, whose backward the lowering would lose."""
+
+
 class InputMutationError(Exception):
     """The graph writes to an input; the argument names the inputs."""
+
+
+def _reject_custom_backward(gm: fx.GraphModule) -> None:
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target is torch.ops.higher_order.autograd_function_apply:
+                raise CustomBackwardError(node)
 
 
 def lower_to_aten(gm: fx.GraphModule, fake_inputs: list[Any]) -> fx.GraphModule:
@@ -43,8 +54,10 @@ def lower_to_aten(gm: fx.GraphModule, fake_inputs: list[Any]) -> fx.GraphModule:
         A graph with the same placeholders and a flat tuple of the same outputs.
 
     Raises:
+        CustomBackwardError: The graph holds a function with a backward of its own.
         InputMutationError: The graph writes to an input or a buffer.
     """
+    _reject_custom_backward(gm)
     with torch._guards.tracing(None), _disable_current_modes(), fx_traceback.preserve_node_meta():
         lowered, signature = aot_export_module(_Replay(gm), fake_inputs, trace_joint=False, pre_dispatch=True)
     mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate, **signature.parameters_to_mutate}

@@ -142,25 +142,16 @@ class _Builder:
     def spelled_out(self, node: fx.Node) -> AttentionSite:
         """Build the site of `softmax(score) @ v`."""
         weights: Any = node.args[0]
-        internal: set[str] = set()
         sinks: fx.Node | None = None
         while weights.target in _PASS_THROUGH:
-            internal.add(weights.name)
             weights = weights.args[0]
-        if weights.target is _aten.slice.Tensor:
-            internal.add(weights.name)
-            weights = weights.args[0]
-            while weights.target in _PASS_THROUGH:
-                internal.add(weights.name)
-                weights = weights.args[0]
-        if weights.target not in _SOFTMAX:
+        if weights.target is torch.ops.branchfx.softmax_with_sink.default:
+            sinks = self._sinks(weights.args[1])
+        elif weights.target not in _SOFTMAX:
             raise Unliftable(f"{weights.name} ({weights.target}) as attention weights")
-        internal.add(weights.name)
         scores = weights.args[0]
         while scores.target in (_aten._to_copy.default, _aten.to.dtype):
             scores = scores.args[0]
-        if scores.target is _aten.cat.default:
-            scores, sinks = self._with_sinks(scores)
         layout = self.lifter.layout(scores)
         lifted = self.lifter.lift(scores, index_of(layout))
         if len(self.lifter.dots) != 1:
@@ -171,19 +162,20 @@ class _Builder:
             node, q, k, node.args[1], lifted.expr, lifted.visible, dot, causal=False, sinks=sinks, spelled=True
         )
 
-    def _with_sinks(self, joined: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """`cat([scores, sinks], -1)`: a logit per head that has no value."""
-        parts = joined.args[0]
-        if len(parts) != 2:  # type: ignore[arg-type]
-            raise Unliftable(joined.name)
-        scores, extra = parts  # type: ignore[misc]
-        while extra.target in (_aten.expand.default, _aten.view.default, _aten.unsqueeze.default, _aten._to_copy.default,
-                               _aten.reshape.default):
+    def _sinks(self, extra: Any) -> fx.Node:
+        """The logit per head that has no value."""
+        while extra.target in (
+            _aten.expand.default,
+            _aten.view.default,
+            _aten.unsqueeze.default,
+            _aten._to_copy.default,
+            _aten.reshape.default,
+        ):
             extra = extra.args[0]
         layout = self.lifter.layout(extra)
         if not layout.is_replicated or len(layout.factors) != 1:
             raise Unliftable(f"{extra.name} as attention sinks")
-        return scores, extra
+        return extra  # type: ignore[no-any-return]
 
     def _site(
         self,

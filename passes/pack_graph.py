@@ -19,7 +19,7 @@ from torch import fx
 
 from branchfx.passes.demand import demanded_windows, own_window
 from branchfx.passes.editor import GraphBuilder
-from branchfx.passes.ir import BASE, AttentionSite, CapturedGraph, Layout, Position, Row, Size, Window
+from branchfx.passes.ir import BASE, AttentionSite, CapturedGraph, Layout, Position, Row, Size, Slots, Window
 from branchfx.passes.layout import TokenLayouts
 from branchfx.passes.mixing import MixingSites
 from branchfx.passes.placement import Placement
@@ -169,7 +169,7 @@ class _Writer:
         for dim in layout.dims:
             constant = 1
             positions = False
-            for factor in dim:
+            for factor in (g for f in dim for g in (f.factors if isinstance(f, Slots) else (f,))):
                 if isinstance(factor, Size):
                     constant *= factor.value
                 elif isinstance(factor, Position):
@@ -213,6 +213,8 @@ class _Writer:
         kwargs = fx.map_arg(dict(node.kwargs), lambda n: self.value(n, window))
         if node.target is _aten.expand.default:
             args[1] = self.sizes(self._single(node), window, infer=False)
+        elif node.target in (_aten.arange.default, _aten.arange.start):
+            args = [*args[:-1], self.sizes(self._single(node), window, infer=False)[0]]
         elif node.target is _aten.repeat.default:
             source, here = self._single(node.args[0]), self._single(node)  # type: ignore[arg-type]
             lead = len(here.dims) - len(source.dims)

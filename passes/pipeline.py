@@ -1,6 +1,6 @@
 """The pipeline, in order: this file is the table of contents of `passes/`.
 
-  1 lower, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
+  1 lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
   2 layout                           which dims are rows and positions; what is prefix-causal
   3 lift, predicate                  dense masks and scores as expressions at one (q, k)
   4 mixing                           attention sites, proven causal
@@ -23,10 +23,11 @@ from torch import fx
 
 from branchfx.diagnostics import Code, Decline
 from branchfx.passes.canonicalize import canonicalize
+from branchfx.passes.decompose import decompose
 from branchfx.passes.ir import CapturedGraph, Data
 from branchfx.passes.key_graph import KeyGraph, build_key_graph, common_validity
 from branchfx.passes.layout import TokenLayoutAnalysis, TokenLayouts, decline_at
-from branchfx.passes.lower import InputMutationError, lower_to_aten
+from branchfx.passes.lower import CustomBackwardError, InputMutationError, lower_to_aten
 from branchfx.passes.mixing import MixingSiteAnalysis, MixingSites
 from branchfx.passes.pack_graph import PackedGraph, PackTokens
 from branchfx.passes.placement import Placement, PlacementAnalysis
@@ -91,10 +92,17 @@ def plan_sharing(
         return (Decline(Code.NO_TOKEN_INPUTS, "", "no input has a batch"),)
     try:
         lowered = lower_to_aten(gm, lowering_inputs(placeholders))
+    except CustomBackwardError as error:
+        return (
+            decline_at(
+                error.args[0], Code.TRACE_FAILED, "a torch.autograd.Function has a backward that ATen does not show"
+            ),
+        )
     except InputMutationError as error:
         return (Decline(Code.MUTATION, "", f"the graph writes to {error}"),)
     except _LOWERING_ERRORS as error:
         return (Decline(Code.TRACE_FAILED, "", f"{type(error).__name__}: {_first_line(error)}"),)
+    decompose(lowered)
     see("1_lowered", lowered)
     try:
         captured = symbolize(lowered, placeholders)

@@ -115,15 +115,17 @@ class PlacementAnalysis:
         if node.op != "call_function":
             return False
         found = layouts.of.get(node.name)
-        if found is None or not all(x.is_token for x in (found if isinstance(found, tuple) else (found,))):
+        if found is None or not all(_runs_packed(x) for x in (found if isinstance(found, tuple) else (found,))):
             return False
         if node.target is operator.getitem:
             return True
         rule = self.rules.get(node.target)
-        if rule is None or not rule.packable:
+        if rule is None or not (rule.packable or (isinstance(found, Layout) and _is_routed(found))):
             return False
         if node.target is _aten.index.Tensor:
             source = layouts.layout(node.args[0])  # type: ignore[arg-type]
+            if any(index is not None and _is_routed(layouts.layout(index)) for index in node.args[1]):  # type: ignore[union-attr]
+                return True
             looked_up = [d for d, index in zip(source.dims, node.args[1], strict=False) if index is not None] if source else []
             return all(isinstance(f, Size) for d in looked_up for f in d)
         return True
@@ -173,7 +175,7 @@ class PlacementAnalysis:
                 network.add_edge(user.name, "rows", capacity=_NEVER)
 
     def _unpack(self, node: fx.Node, user: fx.Node, layout: Any) -> float:
-        if isinstance(layout, tuple):
+        if isinstance(layout, tuple) or _is_routed(layout):
             return _NEVER
         if user.target is _aten.gather.default and user.args[0] is node:
             own = user.meta["val"]
@@ -240,6 +242,15 @@ def _site_readers(sites: MixingSites, node: fx.Node) -> list[fx.Node]:
 
 def _names_of(sites: MixingSites, node: fx.Node) -> list[str]:
     return [name for name in sites.attention if node.name in site_inputs(sites, name)]
+
+
+def _is_routed(layout: Layout | None) -> bool:
+    """Whether a value is in the order of expert slots, or indexes it: it has no meaning in the other space."""
+    return layout is not None and (layout.index is not None or layout.has_slots)
+
+
+def _runs_packed(layout: Layout) -> bool:
+    return layout.is_token or _is_routed(layout)
 
 
 def _packs_freely(layout: Any, from_inputs: bool) -> bool:

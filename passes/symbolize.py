@@ -1,7 +1,7 @@
 """Pass 1: make a statically captured graph polymorphic in B and T by unifying its literals.
 
 A plain `torch.compile` bakes B and T into `view`, `expand` and `arange`. First guess: the graph runs once on fake
-tensors whose B and T are backed by large primes that equal nothing else in the model, and every literal is read off
+tensors whose B and T are backed by primes that equal nothing else in the model, and every literal is read off
 the symbolic shapes around it (a `view` keeps its factor sequence; an `arange` of the caller's length counts
 positions). A run that succeeds is the proof: no shape in it fits by coincidence, and the guards that the ShapeEnv
 collected must hold for the caller's real sizes too. If it fails, literal unification decides: every literal gets a
@@ -26,6 +26,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -282,7 +283,7 @@ def unify_literals(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> t
     inputs = _Inputs(lambda _key, real: real)
     values = inputs.make(placeholders, lambda key: key)
     unify = _Unify(gm, inputs.env, _interesting(set(inputs.real.values())))
-    with inputs.mode:
+    with enable_python_dispatcher(), inputs.mode:
         unify.run(*values)
     env = inputs.env
     # a class may be represented by a literal's symbol: let its first input dim stand for it
@@ -339,11 +340,18 @@ def replace_literals(
     gm.recompile()
 
 
-def _primes(real: int, salt: int) -> int:
-    return int(sympy.nextprime(4 * max(real, 2000) + 977 * salt))
+def taken_sizes(placeholders: Sequence[Placeholder]) -> frozenset[int]:
+    """Return every size that the model or the batch already has."""
+    return frozenset(size for p in placeholders for size in p.sizes)
 
 
-_RUN_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError, NotSymbolicError)
+def _prime(real: int, taken: set[int]) -> int:
+    """Return a prime above twice the real size that divides no size in use; small, so that tables still cover it."""
+    found = int(sympy.nextprime(2 * real + 2))
+    while any(size % found == 0 for size in taken if size):
+        found = int(sympy.nextprime(found))
+    taken.add(found)
+    return found
 
 
 def guess_literals(
@@ -354,14 +362,14 @@ def guess_literals(
     Raises:
         NotSymbolicError: The graph does not run with the literals so read.
     """
-    inputs = prime_inputs()
+    inputs = prime_inputs(placeholders)
     values = inputs.make(placeholders, lambda key: classes.get(key, key) if isinstance(key, str) else key)
     keys = [classes.get(str(d), d) for d in token_input.dims]
     if not all(isinstance(k, str) and k in inputs.symbol for k in keys):
         raise NotSymbolicError(f"the batch size or length of {token_input.name} is fixed")
     reader = LiteralReader(gm, inputs.real, [inputs.symint[str(k)] for k in keys], SHAPE_TAKING)
     try:
-        with inputs.mode:
+        with enable_python_dispatcher(), inputs.mode:
             reader.run(*values)
     except _RUN_ERRORS as error:
         raise NotSymbolicError(_first_line(error)) from error
@@ -369,10 +377,10 @@ def guess_literals(
     return {place: expr.xreplace(names) for place, expr in reader.literals.items()}
 
 
-def prime_inputs() -> _Inputs:
-    """Return a maker of inputs whose free sizes are backed by distinct large primes."""
-    salts: dict[str, int] = {}
-    return _Inputs(lambda key, real: _primes(real, salts.setdefault(key, len(salts))))
+def prime_inputs(placeholders: Sequence[Placeholder]) -> _Inputs:
+    """Return a maker of inputs whose free sizes are backed by distinct primes that equal nothing else."""
+    taken = set(taken_sizes(placeholders))
+    return _Inputs(lambda _key, real: _prime(real, taken))
 
 
 def _first_line(error: BaseException) -> str:
@@ -386,19 +394,19 @@ def prove_polymorphic(gm: fx.GraphModule, placeholders: Sequence[Placeholder], c
         NotSymbolicError: No choice of sizes runs, or a guard found there does not hold for the real sizes.
     """
     failure = ""
-    for inputs in (prime_inputs(), _Inputs(lambda _key, real: real)):
+    for inputs in (prime_inputs(placeholders), _Inputs(lambda _key, real: real)):
         try:
             values = inputs.make(placeholders, lambda key: classes.get(key, key) if isinstance(key, str) else key)
-            with inputs.mode:
+            with enable_python_dispatcher(), inputs.mode:
                 _Record(gm).run(*values)
         except _RUN_ERRORS as error:
-            failure = _first_line(error)
+            failure = failure or _first_line(error)
             continue
         fixed = [s for s in inputs.real if inputs.env.replace(s) != s]
         broken = [str(g.expr) for g in inputs.env.guards if g.expr.subs(inputs.real) == sympy.false]
         if not fixed and not broken:
             return inputs
-        failure = f"sizes {fixed} are not free" if fixed else f"guard {broken[0]} does not hold for these sizes"
+        failure = failure or f"sizes {fixed} are not free" if fixed else f"guard {broken[0]} does not hold for these sizes"
     raise NotSymbolicError(failure)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from branchfx.passes.rules import contraction, creation, indexing, pointwise, reduction, view
+from branchfx.passes.rules import contraction, creation, indexing, pointwise, reduction, routing, view
 from branchfx.passes.rules.registry import OpRule, RuleTable, table_of
 
-FAMILIES = (pointwise, view, reduction, contraction, creation, indexing)
+FAMILIES = (pointwise, view, reduction, contraction, creation, routing, indexing)
 
 
 def all_rules() -> tuple[OpRule, ...]:
@@ -15,4 +15,4 @@ def all_rules() -> tuple[OpRule, ...]:
 
 def build_rules() -> RuleTable:
     """Return the table of all rules, keyed by operator overload."""
-    return table_of(all_rules())
+    return table_of((*all_rules(), *routing.library_rules()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from branchfx.passes.ir import Data, Layout, Row
+from branchfx.passes.ir import Data, Layout, Row, SlotIndex
 from branchfx.passes.rules.registry import OpRule, RuleContext, Sample
 
 _aten = torch.ops.aten
@@ -17,7 +17,10 @@ def _filled(node: fx.Node, ctx: RuleContext) -> Layout:
 
 def _arange(node: fx.Node, ctx: RuleContext) -> Layout:
     dim = ctx.dim_from_size(ctx.shape(node)[0])
-    return Layout((dim,), Data.ORDINAL if any(isinstance(f, Row) for f in dim) else Data.NONE)
+    if not any(isinstance(f, Row) for f in dim):
+        return Layout((dim,))
+    counts = len(dim) > 1 and (node.target is _aten.arange.default or node.args[0] == 0)
+    return Layout((dim,), Data.ORDINAL, SlotIndex("iota", "") if counts else None)
 
 
 RULES = (

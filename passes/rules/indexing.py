@@ -20,6 +20,7 @@ from branchfx.passes.rules.registry import (
     join_data,
     require_constant,
 )
+from branchfx.passes.rules.routing import looked_up
 
 _aten = torch.ops.aten
 
@@ -185,6 +186,9 @@ def _index(node: fx.Node, ctx: RuleContext) -> Layout:
     if any(a.meta["val"].dtype == torch.bool for a in indices):
         raise Refusal(Code.RECURRENCE, "a boolean lookup picks positions by their values")
     layouts = [ctx.layout(a) for a in indices]
+    routed = looked_up(x, layouts[0]) if used == [0] else None
+    if routed is not None:
+        return routed
     dims = broadcast_dims([Layout(x.dims) for x in layouts])
     rest = (x.dims[: used[0]], x.dims[used[-1] + 1 :])
     data = x.data

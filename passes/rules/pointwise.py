@@ -35,12 +35,12 @@ _UNARY = """
 abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sinh cosh asin acos atan asinh acosh
 atanh sigmoid silu relu relu6 gelu mish softplus elu selu celu leaky_relu hardtanh hardswish hardsigmoid log_sigmoid
 softsign logit erf erfc erfinv floor ceil round round.decimals trunc frac sign sgn logical_not bitwise_not isnan isinf
-isfinite square clone contiguous detach alias positive nan_to_num zeros_like ones_like full_like rand_like_is_not_here
-lift_fresh_copy lift_fresh deg2rad threshold glu_is_not_here digamma lgamma sinc
+isfinite square clone contiguous detach alias positive nan_to_num zeros_like ones_like full_like
+lift_fresh_copy lift_fresh deg2rad threshold digamma lgamma sinc
 """
 _BINARY = """
 add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Tensor mul.Scalar div.Tensor div.Scalar
-div.Tensor_mode div.Scalar_mode true_divide.Tensor floor_divide.default floor_divide.Scalar remainder.Tensor
+div.Scalar_mode true_divide.Tensor floor_divide.Scalar remainder.Tensor
 remainder.Scalar fmod.Tensor fmod.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar maximum minimum fmax fmin
 atan2 copysign.Tensor hypot eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor
 gt.Scalar ge.Tensor ge.Scalar logical_and logical_or logical_xor bitwise_and.Tensor bitwise_and.Scalar

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from branchfx import ops as _operators
 from branchfx.diagnostics import Code
 from branchfx.passes.ir import Data, Dim, Layout, Position, Size
 from branchfx.passes.rules.registry import OpRule, Refusal, RuleContext, Sample, join_data, require_constant
@@ -53,6 +54,14 @@ def _along(node: fx.Node, ctx: RuleContext) -> Layout:
     return x
 
 
+def _with_sink(node: fx.Node, ctx: RuleContext) -> Layout:
+    """A softmax over keys and one more logit; the attention pass proves that only visible keys count."""
+    x, sink = ctx.layout(node.args[0]), ctx.layout(node.args[1])
+    if not x.is_pair:
+        require_constant(x.dims[-1], "a softmax")
+    return Layout(x.dims, join_data([x, sink]))
+
+
 def _scan(node: fx.Node, ctx: RuleContext) -> Layout:
     """A cumulative sum over positions reads only the past; it stays in row space."""
     x = ctx.layout(node.args[0])
@@ -97,13 +106,6 @@ def _top_k(node: fx.Node, ctx: RuleContext) -> tuple[Layout, ...]:
     return (Layout(tuple(dims), x.data),) * 2
 
 
-def _sort(node: fx.Node, ctx: RuleContext) -> tuple[Layout, ...]:
-    x = ctx.layout(node.args[0])
-    d = argument(node, 1, "dim", -1) % max(len(x.dims), 1)
-    require_constant(x.dims[d], "sort")
-    return (x, x)
-
-
 def _random(node: fx.Node, ctx: RuleContext) -> Layout:
     p, train = node.args[1], node.args[2]
     if train and p != 0:
@@ -136,6 +138,7 @@ def _found(names: str) -> tuple[Any, ...]:
 _SOFTMAX = frozenset(_found("softmax.int _softmax.default _safe_softmax.default"))
 
 RULES = (
+    OpRule((torch.ops.branchfx.softmax_with_sink.default,), _with_sink),
     OpRule(
         _found(
             "sum.dim_IntList mean.dim amax.default amin.default prod.dim_int var.dim var.correction std.dim std.correction "
@@ -179,7 +182,6 @@ RULES = (
         _top_k,
         samples=(Sample(lambda x: x.topk(2, -1)[0], ("token[B, T, 8]",), "token[B, T, 2]"),),
     ),
-    OpRule(_found("sort.default sort.stable"), _sort),
     OpRule(
         _found("dropout.default native_dropout.default"),
         _random,
@@ -199,4 +201,4 @@ RULES = (
     OpRule(_found("batch_norm.default native_batch_norm.default instance_norm.default"), _batch_norm),
 )
 
-__all__ = ["RULES", "Data", "argument"]
+__all__ = ["RULES", "Data", "_operators", "argument"]

@@ -1,0 +1,44 @@
+"""Take operators apart that have no symbolic shape function, or that hide two steps in one.
+
+`baddbmm(x, a, b, beta, alpha)`  becomes  `beta * x + alpha * bmm(a, b)`
+`copy(x, y)` of equal shape and dtype  becomes  `y`
+
+Legality: the definition of the operators.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+
+
+def decompose(gm: fx.GraphModule) -> int:
+    """Edit `gm` in place; return how many nodes were taken apart."""
+    changed = 0
+    for node in list(gm.graph.nodes):
+        if node.target is _aten.copy.default:
+            into, source = (a.meta["val"] for a in node.args[:2])
+            if into.shape == source.shape and into.dtype == source.dtype:
+                node.replace_all_uses_with(node.args[1])
+                gm.graph.erase_node(node)
+                changed += 1
+            continue
+        if node.target is not _aten.baddbmm.default:
+            continue
+        x, a, b = node.args[:3]
+        with gm.graph.inserting_before(node):
+            product = gm.graph.call_function(_aten.bmm.default, (a, b))
+            terms = []
+            for term, factor in ((x, node.kwargs.get("beta", 1)), (product, node.kwargs.get("alpha", 1))):
+                terms.append(term if factor == 1 else gm.graph.call_function(_aten.mul.Tensor, (term, factor)))
+            total = gm.graph.call_function(_aten.add.Tensor, tuple(terms))
+        for new in (product, *terms, total):
+            if isinstance(new, fx.Node) and new is not x:
+                new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        node.replace_all_uses_with(total)
+        gm.graph.erase_node(node)
+        changed += 1
+    gm.recompile()
+    return changed
