@@ -38,7 +38,11 @@ class _Variant:
         if torch.is_grad_enabled() != self.grad:
             return False
         for arg, fixed in zip(args, self.static, strict=True):
-            if fixed and isinstance(arg, torch.Tensor) and any(f >= 0 and f != s for f, s in zip(fixed, arg.shape, strict=True)):
+            if (
+                fixed
+                and isinstance(arg, torch.Tensor)
+                and any(f >= 0 and f != s for f, s in zip(fixed, arg.shape, strict=True))
+            ):
                 return False
         if not self.guards:
             return True
@@ -97,13 +101,18 @@ class CompiledGraph:
         static: list[tuple[int, ...]] = []
         for i, (arg, dims) in enumerate(zip(args, self.dynamic, strict=True)):
             if isinstance(arg, torch.Tensor):
-                sizes = [DimDynamic.DYNAMIC if d in dims and arg.shape[d] > 1 else DimDynamic.STATIC for d in range(arg.dim())]
+                sizes = [
+                    DimDynamic.DYNAMIC if d in dims and arg.shape[d] > 1 else DimDynamic.STATIC
+                    for d in range(arg.dim())
+                ]
                 if dims:
                     context = StatelessSymbolicContext(sizes)  # type: ignore[var-annotated]
                     fake = mode.from_tensor(arg, symbolic_context=context, source=ConstantSource(f"arg{i}"))
                 else:
                     fake = mode.from_tensor(arg, static_shapes=True)
-                static.append(tuple(s if kind is DimDynamic.STATIC else -1 for s, kind in zip(arg.shape, sizes, strict=True)))
+                static.append(
+                    tuple(s if kind is DimDynamic.STATIC else -1 for s, kind in zip(arg.shape, sizes, strict=True))
+                )
                 for d, size in enumerate(fake.shape):
                     if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                         symbols.append((size.node.expr, i, d))
@@ -121,7 +130,11 @@ class CompiledGraph:
             function = _compiler(self.inner)(self.gm, fakes)
         known = {s for s, _, _ in symbols}
         guards = tuple(g.expr for g in env.guards if g.expr.free_symbols <= known)
-        guards += tuple(sympy.Eq(s, env.replace(s)) for s, _, _ in symbols if env.replace(s) != s and env.replace(s).free_symbols <= known)
+        guards += tuple(
+            sympy.Eq(s, env.replace(s))
+            for s, _, _ in symbols
+            if env.replace(s) != s and env.replace(s).free_symbols <= known
+        )
         return _Variant(function, guards, tuple(static), tuple(symbols), torch.is_grad_enabled())
 
 

@@ -1,6 +1,7 @@
 """Take operators apart that have no symbolic shape function, or that hide two steps in one.
 
 `baddbmm(x, a, b, beta, alpha)`  becomes  `beta * x + alpha * bmm(a, b)`
+`new_zeros(x, size)`  becomes  `zeros(size)` of x's dtype and device, which no longer reads x
 `copy(x, y)` of equal shape and dtype  becomes  `y`
 
 Legality: the definition of the operators.
@@ -14,6 +15,22 @@ from torch import fx
 _aten = torch.ops.aten
 
 
+_FILLED_LIKE = {
+    _aten.new_ones.default: _aten.ones.default,
+    _aten.new_zeros.default: _aten.zeros.default,
+    _aten.new_full.default: _aten.full.default,
+    # what is not written yet may hold anything: zeros
+    _aten.new_empty.default: _aten.zeros.default,
+}
+
+
+def _detach_from_source(node: fx.Node) -> None:
+    value = node.meta["val"]
+    node.target = _FILLED_LIKE[node.target]
+    node.args = node.args[1:]
+    node.kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+
+
 def decompose(gm: fx.GraphModule) -> int:
     """Edit `gm` in place; return how many nodes were taken apart."""
     changed = 0
@@ -24,6 +41,10 @@ def decompose(gm: fx.GraphModule) -> int:
                 node.replace_all_uses_with(node.args[1])
                 gm.graph.erase_node(node)
                 changed += 1
+            continue
+        if node.target in _FILLED_LIKE:
+            _detach_from_source(node)
+            changed += 1
             continue
         if node.target is not _aten.baddbmm.default:
             continue

@@ -15,7 +15,8 @@ from torch import fx
 
 from branchfx.diagnostics import Code, Decline
 from branchfx.passes.ir import BASE, CapturedGraph, Data, Dim, InputRole, Layout, Position, Row, Size
-from branchfx.passes.lift import Lifter, Unliftable, enumerated_axis
+from branchfx.passes.lift import Lifter, enumerated_axis
+from branchfx.passes.lifted import Unliftable
 from branchfx.passes.rules.registry import Refusal, RuleContext, RuleTable, shape_of
 
 OPAQUE = Layout((), Data.ROW)

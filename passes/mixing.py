@@ -25,7 +25,8 @@ from branchfx.attention_rule import AttentionRule
 from branchfx.diagnostics import Code, Decline
 from branchfx.passes.ir import AttentionSite, CapturedGraph, Data, Layout
 from branchfx.passes.layout import TokenLayouts, decline_at
-from branchfx.passes.lift import HEAD, KEY, QUERY, ROW, Lifter, Unliftable, as_boolean, as_number, index_of, is_boolean
+from branchfx.passes.lift import Lifter, index_of
+from branchfx.passes.lifted import HEAD, KEY, QUERY, ROW, Unliftable, as_boolean, as_number, is_boolean
 from branchfx.passes.predicate import sort_predicate, sort_score
 
 _aten = torch.ops.aten
@@ -77,7 +78,7 @@ class MixingSiteAnalysis:
         return MixingSites(sites, declines)
 
 
-class _NotCausal(Exception):  # noqa: N818 - a refusal, not an error
+class _NotCausal(Exception):
     """The predicate does not imply `k <= q`."""
 
 
@@ -254,9 +255,7 @@ class _Builder:
     def _validity(self, part: Any) -> str:
         """A conjunct that says which keys are real: an atom that is true or not zero."""
         symbol = part
-        if isinstance(part, sympy.Ne) and part.rhs == 0:
-            symbol = part.lhs
-        elif (isinstance(part, sympy.Gt) and part.rhs == 0) or (isinstance(part, sympy.Eq) and part.rhs == 1):
+        if (isinstance(part, sympy.Ne) and part.rhs == 0) or (isinstance(part, sympy.Gt) and part.rhs == 0) or (isinstance(part, sympy.Eq) and part.rhs == 1):
             symbol = part.lhs
         if symbol not in self.lifter.atoms:
             raise Unliftable(f"the key validity {part}")

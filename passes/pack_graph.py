@@ -22,7 +22,7 @@ from branchfx.passes.editor import GraphBuilder
 from branchfx.passes.ir import BASE, AttentionSite, CapturedGraph, Layout, Position, Row, Size, Slots, Window
 from branchfx.passes.layout import TokenLayouts
 from branchfx.passes.mixing import MixingSites
-from branchfx.passes.placement import Placement
+from branchfx.passes.placement import FILLED, Placement
 from branchfx.passes.rules.registry import RuleTable
 
 _aten = torch.ops.aten
@@ -49,11 +49,13 @@ class TreeInput:
         kind: `flat` (row * L + column - start of each token), `column`, `token` (index into the base tokens),
             `query` (the same on the CPU), `unpack` ([B, L] index), `segments`.
         window: The columns whose tokens it lists.
+        held: For `flat`, the columns `[start, start + L)` that the row-space value holds.
     """
 
     name: str
     kind: str
     window: Window
+    held: Window = BASE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +85,7 @@ class PackTokens:
         self.autocast_dtype = autocast_dtype
         self.skip_padding = skip_padding
 
-    def run(
-        self, graph: CapturedGraph, layouts: TokenLayouts, sites: MixingSites, placement: Placement
-    ) -> PackedGraph:
+    def run(self, graph: CapturedGraph, layouts: TokenLayouts, sites: MixingSites, placement: Placement) -> PackedGraph:
         """Build the packed graph."""
         windows = demanded_windows(graph, layouts, sites, placement)
         writer = _Writer(graph, layouts, sites, placement, windows, self.rules, self.autocast_dtype, self.skip_padding)
@@ -110,7 +110,7 @@ class _Writer:
         self.build = GraphBuilder()
         self.row: dict[str, Any] = {}
         self.packed: dict[tuple[str, Window], fx.Node] = {}
-        self.inputs: dict[tuple[str, Window], TreeInput] = {}
+        self.inputs: dict[tuple[str, Window, Window], TreeInput] = {}
         self.autocast: list[torch.dtype | None] = [autocast_dtype]
         self.by_name = {n.name: n for n in graph.gm.graph.nodes}
 
@@ -141,7 +141,12 @@ class _Writer:
         return PackedGraph(self.build.module(self.captured.gm), tree_inputs, self.windows)
 
     def _is_pure(self, node: fx.Node) -> bool:
-        return isinstance(node.target, torch._ops.OpOverload) or node.target in (operator.getitem,) or "val" not in node.meta or node.meta["val"] is not None
+        return (
+            isinstance(node.target, torch._ops.OpOverload)
+            or node.target in (operator.getitem,)
+            or "val" not in node.meta
+            or node.meta["val"] is not None
+        )
 
     def _track_autocast(self, node: fx.Node) -> None:
         name = getattr(node.target, "__name__", "")
@@ -153,10 +158,11 @@ class _Writer:
 
     # -- inputs of the tree --------------------------------------------------------------------------------------
 
-    def tree(self, kind: str, window: Window) -> fx.Node:
-        key = (kind, window)
+    def tree(self, kind: str, window: Window, held: Window = BASE) -> fx.Node:
+        """Return the placeholder of a tree input."""
+        key = (kind, window, held)
         if key not in self.inputs:
-            self.inputs[key] = TreeInput(f"tree_{kind}_{len(self.inputs)}", kind, window)
+            self.inputs[key] = TreeInput(f"tree_{kind}_{len(self.inputs)}", kind, window, held)
         return self.build.placeholder(self.inputs[key].name)
 
     def tokens(self, window: Window) -> fx.Node:
@@ -206,7 +212,11 @@ class _Writer:
         if node.target is not _aten.slice.Tensor:
             return False
         source = self.layouts.layout(node.args[0])  # type: ignore[arg-type]
-        return source is not None and source.dims != self._single(node).dims and source.positions != self._single(node).positions
+        return (
+            source is not None
+            and source.dims != self._single(node).dims
+            and source.positions != self._single(node).positions
+        )
 
     def _arguments(self, node: fx.Node, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = list(fx.map_arg(node.args, lambda n: self.value(n, window)))
@@ -242,9 +252,7 @@ class _Writer:
             held = self.windows[node.name]
             assert held == own_window(self.layouts, node.name) == BASE, node
             result = self._cut(self.packed[(node.name, held)], self._single(node), window)
-        elif isinstance(found, tuple):
-            return self.row[node.name]
-        elif not any(isinstance(f, (Row, Position)) for f in found.factors):
+        elif isinstance(found, tuple) or not any(isinstance(f, (Row, Position)) for f in found.factors):
             return self.row[node.name]
         else:
             result = self._pack(node, found, window)
@@ -267,10 +275,13 @@ class _Writer:
 
     def _pack(self, node: fx.Node, layout: Layout, window: Window) -> fx.Node:
         """Gather one representative of each token from a row-space value."""
+        if node.target in FILLED:
+            sizes = self.sizes(layout, window, infer=False)
+            return self.build.call(node.target, (sizes, *node.args[1:]), dict(node.kwargs))
         x = self.row[node.name]
         own = layout.positions[0].window if layout.positions else BASE
         row, position = layout.where_is(Row), layout.where_is(Position)
-        if layout.has_row and row < 0 or layout.positions and position < 0:
+        if (layout.has_row and row < 0) or (layout.positions and position < 0):
             x, layout, back = self._unmerged(node, x, layout)
             packed = self._pack_plain(x, layout, window, own)
             return self.build.call(_aten.reshape.default, (packed, self.sizes(back, window, infer=True)))
@@ -287,7 +298,7 @@ class _Writer:
         order = [row, position, *[d for d in range(rank) if d not in (row, position)]]
         y = x if order == list(range(rank)) else self.build.call(_aten.permute.default, (x, order))
         y = self.build.call(_aten.flatten.using_ints, (y, 0, 1))
-        y = self.build.call(_aten.index_select.default, (y, 0, self._flat(window, own)))
+        y = self.build.call(_aten.index_select.default, (y, 0, self.tree("flat", window, own)))
         y = self.build.call(_aten.unsqueeze.default, (y, 0))
         if order == list(range(rank)):
             return y
@@ -298,10 +309,6 @@ class _Writer:
         if own.start is None:
             return column
         return self.build.call(_aten.sub.Tensor, (column, self.build.size_of_expr(own.start, self._leaf)))
-
-    def _flat(self, window: Window, own: Window) -> fx.Node:
-        # a value on a window holds that window's columns only
-        return self.tree("flat", window if own == BASE else own)
 
     def _leaf(self, symbol: Any) -> fx.Node:
         index, dim = self.captured.bindings[symbol]
@@ -374,7 +381,12 @@ class _Writer:
     def _grouped(self, node: fx.Node) -> fx.Node | None:
         """Undo `repeat_kv`: the kernel reads each key head for its group of query heads."""
         chain = node
-        while chain.target in (_aten._unsafe_view.default, _aten.view.default, _aten.reshape.default, _aten.clone.default):
+        while chain.target in (
+            _aten._unsafe_view.default,
+            _aten.view.default,
+            _aten.reshape.default,
+            _aten.clone.default,
+        ):
             chain = chain.args[0]  # type: ignore[assignment]
         if chain is node or chain.target is not _aten.expand.default:
             return None
@@ -427,7 +439,9 @@ class _Writer:
             if valid.meta["val"] is None or valid.meta["val"].dtype != torch.bool:
                 valid = self.build.call(_aten.ne.Scalar, (valid, 0))
             mask = self.build.call(_aten.new_zeros.default, (valid, [1]), {"dtype": torch.float32})
-            low = self.build.call(_aten.masked_fill.Scalar, (mask, self.build.call(_aten.logical_not.default, (valid,)), float("-inf")))
+            low = self.build.call(
+                _aten.masked_fill.Scalar, (mask, self.build.call(_aten.logical_not.default, (valid,)), float("-inf"))
+            )
             bias = low if bias is None else self.build.call(_aten.add.Tensor, (bias, low))
         return bias
 

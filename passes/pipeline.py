@@ -24,6 +24,7 @@ from torch import fx
 from branchfx.diagnostics import Code, Decline
 from branchfx.passes.canonicalize import canonicalize
 from branchfx.passes.decompose import decompose
+from branchfx.passes.fake_inputs import describe_placeholders, lowering_inputs
 from branchfx.passes.ir import CapturedGraph, Data
 from branchfx.passes.key_graph import KeyGraph, build_key_graph, common_validity
 from branchfx.passes.layout import TokenLayoutAnalysis, TokenLayouts, decline_at
@@ -32,7 +33,7 @@ from branchfx.passes.mixing import MixingSiteAnalysis, MixingSites
 from branchfx.passes.pack_graph import PackedGraph, PackTokens
 from branchfx.passes.placement import Placement, PlacementAnalysis
 from branchfx.passes.rules import build_rules
-from branchfx.passes.symbolize import NotSymbolicError, describe_placeholders, lowering_inputs, symbolize
+from branchfx.passes.symbolize import NotSymbolicError, symbolize
 
 Padding = Literal["auto", "skip", "exact"]
 _LOWERING_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, KeyError, IndexError)

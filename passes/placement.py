@@ -28,6 +28,9 @@ from branchfx.passes.rules.registry import RuleTable
 
 _aten = torch.ops.aten
 
+FILLED = (_aten.zeros.default, _aten.ones.default, _aten.full.default)
+"""Constants of a size: the packed region makes its own."""
+
 _NEVER = float("inf")
 """Capacity of an edge that no cut may take."""
 
@@ -75,7 +78,9 @@ def live_nodes(graph: CapturedGraph, sites: MixingSites) -> frozenset[str]:
         if name in seen:
             continue
         seen.add(name)
-        todo.extend(site_inputs(sites, name) if name in sites.attention else [i.name for i in nodes[name].all_input_nodes])
+        todo.extend(
+            site_inputs(sites, name) if name in sites.attention else [i.name for i in nodes[name].all_input_nodes]
+        )
     return frozenset(seen)
 
 
@@ -126,7 +131,9 @@ class PlacementAnalysis:
             source = layouts.layout(node.args[0])  # type: ignore[arg-type]
             if any(index is not None and _is_routed(layouts.layout(index)) for index in node.args[1]):  # type: ignore[union-attr]
                 return True
-            looked_up = [d for d, index in zip(source.dims, node.args[1], strict=False) if index is not None] if source else []
+            looked_up = (
+                [d for d, index in zip(source.dims, node.args[1], strict=False) if index is not None] if source else []
+            )
             return all(isinstance(f, Size) for d in looked_up for f in d)
         return True
 
@@ -156,9 +163,7 @@ class PlacementAnalysis:
         if layout is None:
             return
         readers = [u for u in node.users if u.name in live]
-        readers += [
-            n for n in _site_readers(sites, node) if n not in readers
-        ]
+        readers += [n for n in _site_readers(sites, node) if n not in readers]
         for user in readers:
             if user.name in sites.attention and node.name not in site_inputs(sites, user.name):
                 continue  # an internal value of the site
@@ -168,7 +173,9 @@ class PlacementAnalysis:
                     continue
                 network.add_edge(node.name, user.name, capacity=self._unpack(node, user, layout))
                 if isinstance(layout, Layout) and node.name in from_inputs:
-                    network.add_edge(user.name, node.name, capacity=self.machine.seconds(value_bytes(node, layout), 1.0))
+                    network.add_edge(
+                        user.name, node.name, capacity=self.machine.seconds(value_bytes(node, layout), 1.0)
+                    )
                 else:
                     network.add_edge(user.name, node.name, capacity=_NEVER)
             elif user.name in free and not _packs_freely(layout, node.name in from_inputs):
@@ -213,7 +220,7 @@ class PlacementAnalysis:
             elif isinstance(layout, Layout) and any(u.name in packed for u in readers):
                 if layout.data is Data.TOKEN:
                     pack_at.append(node.name)
-                elif layout.positions:
+                elif layout.positions and node.target not in FILLED:
                     positions_at.append(node.name)
         return Placement(
             packed, tuple(pack_at), tuple(unpack_at), tuple(positions_at), frozenset(gathers), escapes, live
@@ -228,7 +235,7 @@ def _fuses(user: fx.Node, node: fx.Node, layouts: TokenLayouts) -> bool:
     rank = node.meta["val"].dim()
     if layout is None or int(user.args[1]) % rank != rank - 1:  # type: ignore[arg-type]
         return False
-    return len(layout.dims) == 3 and [len(d) for d in layout.dims[:2]] == [1, 1] or len(layout.dims) == 2
+    return (len(layout.dims) == 3 and [len(d) for d in layout.dims[:2]] == [1, 1]) or len(layout.dims) == 2
 
 
 def _is_internal(user: fx.Node, node: fx.Node, sites: MixingSites) -> bool:

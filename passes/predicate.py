@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import to_nnf
 
-from branchfx.passes.lift import KEY, QUERY, Unliftable
+from branchfx.passes.lifted import KEY, QUERY, Unliftable
 
 DISTANCE = sympy.Symbol("distance", integer=True)
 

@@ -29,10 +29,10 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from branchfx.passes.fake_inputs import FakeInputs, Placeholder
 from branchfx.passes.ir import CapturedGraph, InputRole, InputSpec
 from branchfx.passes.literals import LiteralReader
 
@@ -75,127 +75,6 @@ Literals = dict[tuple[str, int, int], sympy.Expr]
 
 class NotSymbolicError(Exception):
     """The graph could not be made polymorphic; the argument says why."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placeholder:
-    """What the capture says of one placeholder.
-
-    Attributes:
-        name: Node name.
-        role: PARAMETER for parameters and buffers, SYMBOL for a SymInt, OTHER for the rest.
-        dims: For a tensor: a key a dim, equal keys for dims that Dynamo knows to be equal; ints are static.
-        sizes: The real sizes of this call, or the value of the SymInt.
-        dtype: Of a tensor, else None.
-        device: Of a tensor, else None.
-        requires_grad: Of a tensor.
-        constant: The value itself where it is neither a tensor nor a SymInt.
-    """
-
-    name: str
-    role: InputRole
-    dims: tuple[str | int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    requires_grad: bool = False
-    constant: Any = None
-
-
-def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Placeholder, ...]:
-    """Read the placeholders of Dynamo's graph."""
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    out = []
-    for i, (node, value) in enumerate(zip(nodes, example_inputs, strict=True)):
-        seen = node.meta.get("example_value", value)
-        if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
-            key = str(seen.node.expr) if isinstance(seen, torch.SymInt) else f"scalar{i}"
-            out.append(Placeholder(node.name, InputRole.SYMBOL, (key,), (int(value),)))
-        elif isinstance(value, torch.Tensor):
-            parameter = _is_parameter(node, value)
-            dims: list[str | int] = []
-            for d, size in enumerate(seen.shape):
-                if isinstance(size, torch.SymInt):
-                    dims.append(str(size.node.expr))
-                else:
-                    dims.append(int(size) if parameter else f"{i}.{d}")
-            out.append(
-                Placeholder(
-                    node.name,
-                    InputRole.PARAMETER if parameter else InputRole.OTHER,
-                    tuple(dims),
-                    tuple(int(s) for s in value.shape),
-                    value.dtype,
-                    value.device,
-                    value.requires_grad,
-                )
-            )
-        else:
-            out.append(Placeholder(node.name, InputRole.OTHER, (), (), constant=value))
-    return tuple(out)
-
-
-def _is_parameter(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether a placeholder is a parameter or a registered buffer of a module."""
-    if isinstance(value, torch.nn.Parameter):
-        return True
-    arg = node.meta.get("grapharg")
-    return arg is not None and arg.source is not None and arg.source.guard_source.is_unspecialized_nn_module()
-
-
-class _Inputs:
-    """Makes fake inputs over one ShapeEnv, one symbol a distinct key."""
-
-    def __init__(self, hints: Callable[[str, int], int]) -> None:
-        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.hints = hints
-        self.symint: dict[str, Any] = {}
-        self.symbol: dict[str, sympy.Symbol] = {}
-        self.real: dict[sympy.Symbol, int] = {}
-        self.binding: dict[sympy.Symbol, tuple[int, int]] = {}
-
-    def size(self, key: str, real: int, index: int, dim: int) -> Any:
-        if key not in self.symint:
-            hint = self.hints(key, real)
-            if dim >= 0 and hint < 2:
-                return real
-            source = ConstantSource(f"dim_{len(self.symint)}")
-            symbol = (
-                self.env.create_unspecified_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-                if dim < 0
-                else self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-            )
-            self.symint[key] = self.env.create_symintnode(symbol, hint=hint, source=source)
-            self.symbol[key], self.real[symbol], self.binding[symbol] = symbol, real, (index, dim)
-        return self.symint[key]
-
-    def make(self, placeholders: Sequence[Placeholder], key_of: Callable[[str | int], str | int]) -> list[Any]:
-        out: list[Any] = []
-        with self.mode:
-            for i, p in enumerate(placeholders):
-                if p.role is InputRole.SYMBOL:
-                    key = key_of(p.dims[0])
-                    out.append(key if isinstance(key, int) else self.size(key, p.sizes[0], i, -1))
-                elif p.dtype is None:
-                    out.append(p.constant)
-                else:
-                    keys = [key_of(d) for d in p.dims]
-                    shape = [
-                        k if isinstance(k, int) else self.size(k, r, i, d)
-                        for d, (k, r) in enumerate(zip(keys, p.sizes, strict=True))
-                    ]
-                    fake = torch.empty(shape, dtype=p.dtype, device=p.device)
-                    out.append(fake.requires_grad_(p.requires_grad))
-        return out
-
-
-def lowering_inputs(placeholders: Sequence[Placeholder]) -> list[Any]:
-    """Return fake inputs for the lowering: static where the capture is static, symbolic where it is symbolic."""
-    inputs = _Inputs(lambda _key, real: real)
-    static = {f"{i}.{d}": s for i, p in enumerate(placeholders) for d, s in enumerate(p.sizes)}
-    # a SymInt must exist before the dims that use its symbol, whatever the order of placeholders
-    return inputs.make(placeholders, lambda key: static.get(key, key) if isinstance(key, str) else key)
 
 
 class _Unify(fx.Interpreter):
@@ -280,7 +159,7 @@ def unify_literals(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> t
         The class of every dim key (its representative, or an int if it is static), and for each literal the
         expression in the representatives' keys that it equals.
     """
-    inputs = _Inputs(lambda _key, real: real)
+    inputs = FakeInputs(lambda _key, real: real)
     values = inputs.make(placeholders, lambda key: key)
     unify = _Unify(gm, inputs.env, _interesting(set(inputs.real.values())))
     with enable_python_dispatcher(), inputs.mode:
@@ -340,6 +219,9 @@ def replace_literals(
     gm.recompile()
 
 
+_RUN_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError, NotSymbolicError)
+
+
 def taken_sizes(placeholders: Sequence[Placeholder]) -> frozenset[int]:
     """Return every size that the model or the batch already has."""
     return frozenset(size for p in placeholders for size in p.sizes)
@@ -377,24 +259,24 @@ def guess_literals(
     return {place: expr.xreplace(names) for place, expr in reader.literals.items()}
 
 
-def prime_inputs(placeholders: Sequence[Placeholder]) -> _Inputs:
+def prime_inputs(placeholders: Sequence[Placeholder]) -> FakeInputs:
     """Return a maker of inputs whose free sizes are backed by distinct primes that equal nothing else."""
     taken = set(taken_sizes(placeholders))
-    return _Inputs(lambda _key, real: _prime(real, taken))
+    return FakeInputs(lambda _key, real: _prime(real, taken))
 
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def prove_polymorphic(gm: fx.GraphModule, placeholders: Sequence[Placeholder], classes: Classes) -> _Inputs:
+def prove_polymorphic(gm: fx.GraphModule, placeholders: Sequence[Placeholder], classes: Classes) -> FakeInputs:
     """Run the graph with sizes that equal nothing else and keep its symbolic values in `meta["val"]`.
 
     Raises:
         NotSymbolicError: No choice of sizes runs, or a guard found there does not hold for the real sizes.
     """
     failure = ""
-    for inputs in (prime_inputs(placeholders), _Inputs(lambda _key, real: real)):
+    for inputs in (prime_inputs(placeholders), FakeInputs(lambda _key, real: real)):
         try:
             values = inputs.make(placeholders, lambda key: classes.get(key, key) if isinstance(key, str) else key)
             with enable_python_dispatcher(), inputs.mode:
@@ -406,7 +288,9 @@ def prove_polymorphic(gm: fx.GraphModule, placeholders: Sequence[Placeholder], c
         broken = [str(g.expr) for g in inputs.env.guards if g.expr.subs(inputs.real) == sympy.false]
         if not fixed and not broken:
             return inputs
-        failure = failure or f"sizes {fixed} are not free" if fixed else f"guard {broken[0]} does not hold for these sizes"
+        failure = (
+            failure or f"sizes {fixed} are not free" if fixed else f"guard {broken[0]} does not hold for these sizes"
+        )
     raise NotSymbolicError(failure)
 
 
@@ -425,9 +309,7 @@ def find_token_input(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) ->
     return None
 
 
-def join_batch_dims(
-    classes: Classes, placeholders: Sequence[Placeholder], token_input: Placeholder
-) -> None:
+def join_batch_dims(classes: Classes, placeholders: Sequence[Placeholder], token_input: Placeholder) -> None:
     """Give inputs of the token input's static sizes its dims: this capture is only called with equal sizes."""
     keys = [classes.get(str(d), d) for d in token_input.dims]
     for i, p in enumerate(placeholders):

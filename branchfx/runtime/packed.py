@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -14,18 +14,15 @@ from branchfx.passes.pipeline import SharingPlan
 from branchfx.token_tree import TokenSubset, TokenTree, build_token_tree
 
 
-@dataclasses.dataclass(frozen=True)
-class TreeOfBatch:
-    """The token tree of one call, and the inputs that the packed graph reads from it."""
-
-    tree: TokenTree
-    first_valid: Tensor | None
-
-
 def batch_size(plan: SharingPlan, args: Sequence[Any]) -> tuple[int, int]:
     """Return (B, T) of a call."""
-    rows, columns = (plan.captured.bindings[s] for s in (plan.captured.rows, plan.captured.positions))
-    return int(args[rows[0]].shape[rows[1]]), int(args[columns[0]].shape[columns[1]])
+    sizes = real_sizes(plan, args)
+    return sizes[plan.captured.rows], sizes[plan.captured.positions]
+
+
+def real_sizes(plan: SharingPlan, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """Return the value of every free size in a call."""
+    return {s: int(args[i].shape[d] if d >= 0 else args[i]) for s, (i, d) in plan.captured.bindings.items()}
 
 
 def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -> tuple[TokenTree, Tensor | None]:
@@ -34,8 +31,7 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
         values = [v.detach() for v in plan.key.gm(*args)]
     rows, columns = batch_size(plan, args)
     shaped = [
-        value.movedim((row, column), (0, 1)).cpu()
-        for value, (row, column) in zip(values, plan.key.shapes, strict=True)
+        value.movedim((row, column), (0, 1)).cpu() for value, (row, column) in zip(values, plan.key.shapes, strict=True)
     ]
     keys = [k.reshape(rows, columns, *k.shape[2:]) for k in shaped[: plan.key.keys]]
     valid: Tensor | None = None
@@ -50,15 +46,20 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
     return tree, valid
 
 
+def _bounds(window: Window, columns: int, sizes: Mapping[sympy.Symbol, int]) -> tuple[int, int]:
+    """Return the columns `[start, stop)` of a window in a call."""
+    start = 0 if window.start is None else int(window.start.subs(sizes))
+    return start, columns if window.stop is None else int(window.stop.subs(sizes))
+
+
 def tree_arguments(plan: SharingPlan, tree: TokenTree, args: Sequence[Any]) -> list[Tensor]:
     """Return the values of `plan.packed.tree_inputs`."""
-    device = args[plan.captured.bindings[plan.captured.rows][0]].device
-    sizes = {s: (args[i].shape[d] if d >= 0 else args[i]) for s, (i, d) in plan.captured.bindings.items()}
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    sizes = real_sizes(plan, args)
     subsets: dict[Window, TokenSubset] = {}
     out: list[Tensor] = []
     for item in plan.packed.tree_inputs:
-        start = 0 if item.window.start is None else int(item.window.start.subs(sizes))
-        stop = tree.columns if item.window.stop is None else int(item.window.stop.subs(sizes))
+        start, stop = _bounds(item.window, tree.columns, sizes)
         whole = item.window == Window()
         if not whole and item.window not in subsets:
             subsets[item.window] = tree.subset(start, stop)
@@ -79,7 +80,8 @@ def tree_arguments(plan: SharingPlan, tree: TokenTree, args: Sequence[Any]) -> l
             out.append(index.to(device))
         else:
             row = tree.row_of_token if index is None else tree.row_of_token[index]
-            out.append((row * (stop - start) + column - start).to(device))
+            first, last = _bounds(item.held, tree.columns, sizes)
+            out.append((row * (last - first) + column - first).to(device))
     return out
 
 

@@ -247,7 +247,11 @@ RULES = (
             Sample(lambda x: torch.cat([x, x], 1), ("token[B, T, 8]",), "BFX011"),
         ),
     ),
-    OpRule((_aten.stack.default,), _stack, samples=(Sample(lambda x: torch.stack([x, x], -1), ("token[B, T]",), "token[B, T, 2]"),)),
+    OpRule(
+        (_aten.stack.default,),
+        _stack,
+        samples=(Sample(lambda x: torch.stack([x, x], -1), ("token[B, T]",), "token[B, T, 2]"),),
+    ),
     OpRule((_aten.constant_pad_nd.default, _aten.pad.default), _pad),
     OpRule(
         (_aten.gather.default,),

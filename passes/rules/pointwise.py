@@ -80,8 +80,12 @@ RULES = (
         pointwise_layout,
         samples=(
             Sample(_aten.where.self, ("token[B, T]:bool", "token[B, T]", "none[]"), "token[B, T]"),
-            Sample(_aten.masked_fill.Scalar, ("token[B, T, 4]", "none[T, 1]:bool"), "token[B, T, 4]"),
+            Sample(lambda x, m: x.masked_fill(m, 0.0), ("token[B, T, 4]", "none[T, 1]:bool"), "token[B, T, 4]"),
         ),
     ),
-    OpRule(_overloads(_FIRST), _same_as_first, samples=(Sample(_aten.clone.default, ("token[B, T]",), "token[B, T]"),)),
+    OpRule(
+        _overloads(_FIRST),
+        _same_as_first,
+        samples=(Sample(lambda x: x.to(torch.float32), ("token[B, T]",), "token[B, T]"),),
+    ),
 )

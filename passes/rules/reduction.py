@@ -84,7 +84,9 @@ def _normalize(node: fx.Node, ctx: RuleContext) -> Layout:
     layout = Layout(x.dims, join_data([x, *weights]))
     value = node.meta["val"]
     if isinstance(value, (tuple, list)):
-        stats = Layout(tuple(x.dims[i] if i < len(x.dims) - len(node.args[1]) else () for i in range(len(x.dims))), x.data)  # type: ignore[arg-type]
+        stats = Layout(
+            tuple(x.dims[i] if i < len(x.dims) - len(node.args[1]) else () for i in range(len(x.dims))), x.data
+        )  # type: ignore[arg-type]
         return (layout, *(stats,) * (len(value) - 1))
     return layout
 
@@ -172,7 +174,9 @@ RULES = (
         _found("layer_norm.default rms_norm.default native_layer_norm.default _fused_rms_norm.default"),
         _normalize,
         samples=(
-            Sample(lambda x, w: torch.nn.functional.layer_norm(x, (8,), w), ("token[B, T, 8]", "none[8]"), "token[B, T, 8]"),
+            Sample(
+                lambda x, w: torch.nn.functional.layer_norm(x, (8,), w), ("token[B, T, 8]", "none[8]"), "token[B, T, 8]"
+            ),
             Sample(lambda x: torch.nn.functional.rms_norm(x, (8,)), ("token[B, T, 8]",), "token[B, T, 8]"),
         ),
     ),

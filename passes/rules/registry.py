@@ -19,7 +19,7 @@ from branchfx.diagnostics import Code
 from branchfx.passes.ir import BASE, Data, Dim, Factor, Layout, Position, Row, Size, Slots
 
 
-class Refusal(Exception):  # noqa: N818 - a refusal is a result, not an error
+class Refusal(Exception):
     """A rule cannot call its value a function of the token's own past.
 
     Attributes:

@@ -157,20 +157,32 @@ RULES = (
         _view,
         samples=(Sample(lambda x: x.unsqueeze(1).squeeze(1), ("token[B, T, 8]",), "token[B, T, 8]"),),
     ),
-    OpRule((_aten.permute.default,), _permute, samples=(Sample(lambda x: x.permute(0, 2, 1), ("token[B, T, 8]",), "token[B, 8, T]"),)),
+    OpRule(
+        (_aten.permute.default,),
+        _permute,
+        samples=(Sample(lambda x: x.permute(0, 2, 1), ("token[B, T, 8]",), "token[B, 8, T]"),),
+    ),
     OpRule(
         (_aten.transpose.int, _aten.t.default, _aten.numpy_T.default, _aten.mT.default)[:2],
         _transpose,
         samples=(Sample(lambda x: x.transpose(1, 2), ("token[B, T, 8]",), "token[B, 8, T]"),),
     ),
-    OpRule((_aten.unsqueeze.default,), _unsqueeze, samples=(Sample(lambda x: x.unsqueeze(-1), ("token[B, T]",), "token[B, T, 1]"),)),
+    OpRule(
+        (_aten.unsqueeze.default,),
+        _unsqueeze,
+        samples=(Sample(lambda x: x.unsqueeze(-1), ("token[B, T]",), "token[B, T, 1]"),),
+    ),
     OpRule(
         (_aten.expand.default,),
         _expand,
         sizes=1,
         samples=(Sample(lambda x: x[:, :, None].expand(-1, -1, 3), ("token[B, T]",), "token[B, T, 3]"),),
     ),
-    OpRule((_aten.repeat.default,), _repeat, samples=(Sample(lambda x: x.repeat(1, 1, 2), ("token[B, T, 8]",), "token[B, T, 16]"),)),
+    OpRule(
+        (_aten.repeat.default,),
+        _repeat,
+        samples=(Sample(lambda x: x.repeat(1, 1, 2), ("token[B, T, 8]",), "token[B, T, 16]"),),
+    ),
     OpRule(
         (_aten.repeat_interleave.self_int,),
         _repeat_interleave,
@@ -179,6 +191,9 @@ RULES = (
     OpRule(
         (_aten.flip.default, _aten.roll.default),
         _flip_roll,
-        samples=(Sample(lambda x: x.flip(2), ("token[B, T, 8]",), "token[B, T, 8]"), Sample(lambda x: x.roll(1, 1), ("token[B, T, 8]",), "BFX011")),
+        samples=(
+            Sample(lambda x: x.flip(2), ("token[B, T, 8]",), "token[B, T, 8]"),
+            Sample(lambda x: x.roll(1, 1), ("token[B, T, 8]",), "BFX011"),
+        ),
     ),
 )
