@@ -17,7 +17,7 @@ from branchfx.dump import observer
 from branchfx.options import Options
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.choose import worth_sharing
-from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, tree_arguments
+from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, fits, tree_arguments
 
 logger = logging.getLogger("branchfx.backend")
 
@@ -104,6 +104,8 @@ class SharedGraph:
         rows, columns = batch_size(plan, args)
         if rows < 2 or columns < 1:
             return self._original(args, rows, columns, rows * columns, Code.ONE_ROW if rows else Code.EMPTY_BATCH)
+        if not fits(plan, args):
+            return self._original(args, rows, columns, rows * columns, Code.BAD_INPUT)
         shared_length = 16 if options.min_shared_tokens is None else options.min_shared_tokens
         tree, valid = build_tree(plan, args, shared_length)
         if tree.tokens < 2:

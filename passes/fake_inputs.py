@@ -16,6 +16,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from branchfx.passes.ir import InputRole
 
 
+DimKey = str | int | tuple[str, int]
+"""The class of a dim, its constant size, or a class and what to add to it."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placeholder:
     """What the capture says of one placeholder.
@@ -49,7 +53,7 @@ def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         seen = node.meta.get("example_value", value)
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
             key = str(seen.node.expr) if isinstance(seen, torch.SymInt) else f"scalar{i}"
-            out.append(Placeholder(node.name, InputRole.SYMBOL, (key,), (int(value),)))
+            out.append(Placeholder(node.name, InputRole.SYMBOL, (key,), (_hint(value),)))
         elif isinstance(value, torch.Tensor):
             parameter = _is_parameter(node, value)
             dims: list[str | int] = []
@@ -63,7 +67,7 @@ def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
                     node.name,
                     InputRole.PARAMETER if parameter else InputRole.OTHER,
                     tuple(dims),
-                    tuple(int(s) for s in value.shape),
+                    tuple(_hint(s) for s in value.shape),
                     value.dtype,
                     value.device,
                     value.requires_grad,
@@ -72,6 +76,11 @@ def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         else:
             out.append(Placeholder(node.name, InputRole.OTHER, (), (), constant=value))
     return tuple(out)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """Return the captured value of a size; `int()` would make Dynamo specialize on it."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _is_parameter(node: fx.Node, value: torch.Tensor) -> bool:
@@ -109,8 +118,17 @@ class FakeInputs:
             self.symbol[key], self.real[symbol], self.binding[symbol] = symbol, real, (index, dim)
         return self.symint[key]
 
-    def make(self, placeholders: Sequence[Placeholder], key_of: Callable[[str | int], str | int]) -> list[Any]:
+    def near(self, key: str, offset: int) -> Any:
+        """Return a size that differs from another by a constant."""
+        return self.symint[key] + offset
+
+    def make(self, placeholders: Sequence[Placeholder], key_of: Callable[[str | int], DimKey]) -> list[Any]:
         out: list[Any] = []
+        for i, p in enumerate(placeholders):
+            for d, (own, real) in enumerate(zip(p.dims, p.sizes, strict=True)):
+                key = key_of(own)
+                if isinstance(key, str):
+                    self.size(key, real, i, -1 if p.role is InputRole.SYMBOL else d)
         with self.mode:
             for i, p in enumerate(placeholders):
                 if p.role is InputRole.SYMBOL:
@@ -121,7 +139,7 @@ class FakeInputs:
                 else:
                     keys = [key_of(d) for d in p.dims]
                     shape = [
-                        k if isinstance(k, int) else self.size(k, r, i, d)
+                        k if isinstance(k, int) else self.size(k, r, i, d) if isinstance(k, str) else self.near(*k)
                         for d, (k, r) in enumerate(zip(keys, p.sizes, strict=True))
                     ]
                     fake = torch.empty(shape, dtype=p.dtype, device=p.device)

@@ -32,7 +32,7 @@ from torch._guards import tracing
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from branchfx.passes.fake_inputs import FakeInputs, Placeholder
+from branchfx.passes.fake_inputs import DimKey, FakeInputs, Placeholder
 from branchfx.passes.ir import CapturedGraph, InputRole, InputSpec
 from branchfx.passes.literals import LiteralReader
 
@@ -69,7 +69,7 @@ SHAPE_TAKING: Mapping[Any, tuple[int, ...]] = {
 _LARGEST_LITERAL = 2**40
 
 
-Classes = dict[str, "str | int"]
+Classes = dict[str, DimKey]
 Literals = dict[tuple[str, int, int], sympy.Expr]
 
 
@@ -311,14 +311,19 @@ def find_token_input(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) ->
 
 def join_batch_dims(classes: Classes, placeholders: Sequence[Placeholder], token_input: Placeholder) -> None:
     """Give inputs of the token input's static sizes its dims: this capture is only called with equal sizes."""
-    keys = [classes.get(str(d), d) for d in token_input.dims]
-    for i, p in enumerate(placeholders):
-        if p.role is not InputRole.OTHER or len(p.sizes) < 2 or p.sizes[:2] != token_input.sizes:
+    rows, positions = (classes.get(str(d), d) for d in token_input.dims)
+    for p in placeholders:
+        if p.role is not InputRole.OTHER or p is token_input or not p.sizes or p.sizes[0] != token_input.sizes[0]:
             continue
-        for key, own in zip(keys, p.dims[:2], strict=True):
-            # a dim keyed by its own input is static in the capture; a Dynamo symbol is left alone
-            if isinstance(own, str) and own.startswith(f"{i}.") and classes.get(own) == own:
-                classes[own] = key
+        # a static dim holds for every call of this capture; of a dynamic one, each call is checked
+        free = [isinstance(d, str) and classes.get(d) == d and d not in token_input.dims for d in p.dims]
+        if free[0]:
+            classes[str(p.dims[0])] = rows
+        if len(p.sizes) > 1 and free[1] and isinstance(positions, str):
+            distance = p.sizes[1] - token_input.sizes[1]
+            if distance in (-1, 0):
+                # labels and old log-probabilities often start one token later
+                classes[str(p.dims[1])] = (positions, distance) if distance else positions
 
 
 def _symbol(size: Any) -> sympy.Symbol | None:
@@ -361,7 +366,7 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
             try:
                 classes, literals = unify_literals(gm, placeholders)
             except _RUN_ERRORS as error:
-                raise NotSymbolicError(_first_line(error)) from error
+                raise NotSymbolicError(f"{guess}; then {_first_line(error)}") from error
             join_batch_dims(classes, placeholders, token_input)
             replace_literals(gm, placeholders, classes, literals)
             inputs = prove_polymorphic(gm, placeholders, classes)

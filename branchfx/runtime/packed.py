@@ -11,6 +11,7 @@ from torch import Tensor
 
 from branchfx.passes.ir import InputRole, Window
 from branchfx.passes.pipeline import SharingPlan
+from branchfx.passes.rules.registry import shape_of
 from branchfx.token_tree import TokenSubset, TokenTree, build_token_tree
 
 
@@ -44,6 +45,19 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
         keys, valid, min_shared_tokens=min_shared_tokens, relative_columns=not plan.key.absolute_columns
     )
     return tree, valid
+
+
+def fits(plan: SharingPlan, args: Sequence[Any]) -> bool:
+    """Whether the inputs have the shapes that the plan takes them to have, such as a mask as long as the ids."""
+    sizes = real_sizes(plan, args)
+    nodes = (n for n in plan.captured.gm.graph.nodes if n.op == "placeholder")
+    for node, spec, arg in zip(nodes, plan.captured.inputs, args, strict=False):
+        if spec.role is InputRole.PARAMETER or not isinstance(arg, Tensor):
+            continue
+        for expected, actual in zip(shape_of(node.meta["val"]), arg.shape, strict=True):
+            if expected.subs(sizes) != actual:
+                return False
+    return True
 
 
 def _bounds(window: Window, columns: int, sizes: Mapping[sympy.Symbol, int]) -> tuple[int, int]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from branchfx.diagnostics import Decline
 from branchfx.passes.decompose import decompose
 from branchfx.passes.fake_inputs import describe_placeholders, lowering_inputs
 from branchfx.passes.ir import CapturedGraph, InputRole
@@ -38,8 +37,7 @@ class Tiny(nn.Module):
         positions = torch.arange(columns, device=ids.device)
         x = self.embed(ids) + torch.sin(positions[None, :, None] / 10.0)
         q, k, v = (
-            part.view(rows, columns, self.heads, self.head_dim).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
+            part.view(rows, columns, self.heads, self.head_dim).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
         )
         visible = (positions[None, :] <= positions[:, None])[None, None].expand(rows, 1, columns, columns)
         if mask is not None:
@@ -79,10 +77,11 @@ def run(captured: CapturedGraph, model: nn.Module, inputs: Sequence[Any], ids: T
     batch = iter((ids, *more))
     args: list[Any] = []
     for i, (spec, old) in enumerate(zip(captured.inputs, inputs, strict=True)):
-        if spec.role is InputRole.PARAMETER:
-            args.append(old)
-        elif isinstance(old, Tensor):
+        if spec.role is InputRole.TOKEN:
             args.append(next(batch))
+        elif isinstance(old, Tensor):
+            # parameters, and floats that Dynamo passes as tensors
+            args.append(old)
         else:
             symbol = next(s for s, place in captured.bindings.items() if place == (i, -1))
             args.append(ids.shape[0] if symbol == captured.rows else ids.shape[1])
@@ -204,8 +203,16 @@ def test_pipeline_plans(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("size", [(1, 8), (3, 1), (1, 1)])
+def test_capture_of_one_row_or_column_is_refused_as_data(size: tuple[int, int]) -> None:
+    plan = plan_sharing(*capture(Tiny(2, 8), ids_of(*size)))
+    assert not isinstance(plan, SharingPlan)
+    assert [d.code for d in plan] == ["BFX003"]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_graph_without_token_ids_is_refused_as_data() -> None:
     gm, inputs = capture(nn.Linear(8, 8), torch.randn(3, 8))
     plan = plan_sharing(gm, inputs)
     assert not isinstance(plan, SharingPlan)
-    assert [d.code for d in plan if isinstance(d, Decline)] == ["BFX001"]
+    assert [d.code for d in plan] == ["BFX001"]

@@ -58,7 +58,9 @@ WITHOUT_SAMPLES = {
 X, IDS = "token[B, T, 8]", "token[B, T]:int"
 
 EXTRA = {
-    "einsum_projects": Sample(lambda x, w: _aten.einsum.default("btc,dc->btd", [x, w]), (X, "none[4, 8]"), "token[B, T, 4]"),
+    "einsum_projects": Sample(
+        lambda x, w: _aten.einsum.default("btc,dc->btd", [x, w]), (X, "none[4, 8]"), "token[B, T, 4]"
+    ),
     "einsum_scores": Sample(lambda q, k: _aten.einsum.default("bqc,bkc->bqk", [q, k]), (X, X), "token[B, T, T]"),
     "einsum_sums_positions": Sample(lambda q, k: _aten.einsum.default("btc,btd->bcd", [q, k]), (X, X), "BFX011"),
     "pad_features": Sample(lambda x: _aten.constant_pad_nd.default(x, [0, 2]), (X,), "token[B, T, 10]"),
@@ -75,9 +77,7 @@ EXTRA = {
     "slice_every_second": Sample(lambda x: x[:, ::2], (X,), "BFX010"),
     "select_position": Sample(lambda x: x[:, -1], (X,), "BFX011"),
     "gather_positions": Sample(lambda x, i: x.gather(1, i % 4), ("token[B, T]", IDS), "BFX011"),
-    "gather_shifted_labels": Sample(
-        lambda x, i: x[:, :-1].gather(-1, (i[:, 1:] % 8)[..., None]), (X, IDS), "BFX010"
-    ),
+    "gather_shifted_labels": Sample(lambda x, i: x[:, :-1].gather(-1, (i[:, 1:] % 8)[..., None]), (X, IDS), "BFX010"),
     "lookup_by_token": Sample(lambda x, i: x[0, i % 4], (X, IDS), "BFX011"),
     "cumsum_reversed": Sample(lambda x: x.flip(1).cumsum(1).flip(1), ("token[B, T]",), "BFX011"),
     "cumsum_of_tail": Sample(lambda x: x[:, 2:].cumsum(1), ("token[B, T]",), "BFX011"),
@@ -93,9 +93,7 @@ EXTRA = {
     "where_by_column": Sample(
         lambda x: torch.where(torch.arange(x.shape[1])[None] > 2, x, 0.0), ("token[B, T]",), "token[B, T]"
     ),
-    "pairs_by_expand": Sample(
-        lambda x: x[:, :, None].expand(-1, -1, x.shape[1]), ("token[B, T]",), "token[B, T, T]"
-    ),
+    "pairs_by_expand": Sample(lambda x: x[:, :, None].expand(-1, -1, x.shape[1]), ("token[B, T]",), "token[B, T, T]"),
     "softmax_over_queries": Sample(lambda q, k: (q @ k.transpose(1, 2)).softmax(1), (X, X), "BFX011"),
     "diagonal_of_scores": Sample(lambda q, k: (q @ k.transpose(1, 2)).diagonal(0, 1, 2), (X, X), "BFX012"),
     "outer_product_of_rows": Sample(lambda x: x[:, None] * x[None], ("token[B, T]",), "BFX011"),
@@ -122,16 +120,18 @@ KNOWN_WRONG = {
     "scatter_of_shifted": Sample(
         lambda x, y, i: x[:, 1:].scatter(-1, i[:, 1:] % 8, y), (X, X, "token[B, T, 8]:int"), "BFX010"
     ),
-    # exceptions: the order of the norm is read as its dim
+    # the order of the norm is read as its dim: an exception for 2.0, another dim for 2
     "normalize": Sample(lambda x: torch.nn.functional.normalize(x, dim=-1), (X,), X),
     "norm_of_positions": Sample(lambda x: torch.linalg.vector_norm(x, 2, 1), (X,), "BFX011"),
-    # needless refusals
     "norm_of_head": Sample(
         lambda x: torch.linalg.vector_norm(x.view(*x.shape[:2], 2, 4).transpose(1, 2), 2, -1), (X,), "token[B, 2, T]"
     ),
+    # an exception: the default dim is not known, and the dim is not halved
     "glu": Sample(lambda x: torch.nn.functional.glu(x, -1), (X,), "token[B, T, 4]"),
+    # one layout for two results: opaque without a reason
     "cummax": Sample(lambda x: x.cummax(1)[0], ("token[B, T]",), "token[B, T]"),
 }
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -294,7 +294,9 @@ def check_soundness(traced: Traced, layouts: TokenLayouts) -> int:
         if layout is None or layout.data is Data.ROW or any(isinstance(f, Slots) for f in layout.factors):
             continue
         a, b = one[node.name], two[node.name]
-        real = [int(s.subs({traced.graph.rows: ROWS, traced.graph.positions: COLUMNS})) for s in shape_of(node.meta["val"])]
+        real = [
+            int(s.subs({traced.graph.rows: ROWS, traced.graph.positions: COLUMNS})) for s in shape_of(node.meta["val"])
+        ]
         assert list(a.shape) == real, f"{node.name}: shape {list(a.shape)}, predicted {real}"
         if layout.data is Data.NONE:
             assert _same(a, b), f"{node.name} is called {layout} but depends on tokens"
@@ -328,9 +330,7 @@ def _name(rule: OpRule) -> str:
 
 
 SAMPLES = [
-    pytest.param(rule, sample, id=f"{_name(rule)}-{i}")
-    for rule in all_rules()
-    for i, sample in enumerate(rule.samples)
+    pytest.param(rule, sample, id=f"{_name(rule)}-{i}") for rule in all_rules() for i, sample in enumerate(rule.samples)
 ]
 
 
