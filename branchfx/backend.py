@@ -17,7 +17,7 @@ from branchfx.dump import observer
 from branchfx.options import Options
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.choose import worth_sharing
-from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, fits, tree_arguments
+from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, fits, has_masked_query, tree_arguments
 
 logger = logging.getLogger("branchfx.backend")
 
@@ -110,7 +110,7 @@ class SharedGraph:
         tree, valid = build_tree(plan, args, shared_length)
         if tree.tokens < 2:
             return self._original(args, rows, columns, tree.valid_tokens, Code.EMPTY_BATCH)
-        if not plan.skips_padding and _has_masked_query(plan, valid):
+        if has_masked_query(plan, valid):
             return self._original(args, rows, columns, tree.valid_tokens, Code.MASKED_QUERY)
         if options.share == "auto" and not worth_sharing(plan, tree):
             return self._original(args, rows, columns, tree.valid_tokens, Code.SHARING_DOES_NOT_PAY)
@@ -140,7 +140,3 @@ def _is_symbolic(node: fx.Node, dim: int) -> bool:
     if isinstance(value, torch.SymInt):
         return dim < 0
     return isinstance(value, torch.Tensor) and dim >= 0 and isinstance(value.shape[dim], torch.SymInt)
-
-
-def _has_masked_query(plan: SharingPlan, valid: Any) -> bool:
-    return False

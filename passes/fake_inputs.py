@@ -106,7 +106,7 @@ class FakeInputs:
     def size(self, key: str, real: int, index: int, dim: int) -> Any:
         if key not in self.symint:
             hint = self.hints(key, real)
-            if dim >= 0 and hint < 2:
+            if dim >= 0 and real < 2:
                 return real
             source = ConstantSource(f"dim_{len(self.symint)}")
             symbol = (

@@ -11,7 +11,7 @@ import dataclasses
 from torch import fx
 
 from branchfx.passes.editor import GraphBuilder
-from branchfx.passes.ir import CapturedGraph, Data
+from branchfx.passes.ir import CapturedGraph, Data, Position, Row
 from branchfx.passes.layout import TokenLayouts
 from branchfx.passes.mixing import MixingSites
 from branchfx.passes.placement import Placement
@@ -26,7 +26,8 @@ class KeyGraph:
         keys: How many of its outputs are keys.
         shapes: For each output, the dim of rows and the dim of positions.
         absolute_columns: Whether equal tokens must stand in equal columns.
-        valid: Names of the nodes that say which tokens are real; empty when padding is kept or there is none.
+        valid: Names of the nodes that say which tokens are real.
+        drops: Whether tokens that are not real are left out of the tree.
     """
 
     gm: fx.GraphModule
@@ -34,6 +35,7 @@ class KeyGraph:
     shapes: tuple[tuple[int, int], ...]
     absolute_columns: bool
     valid: tuple[str, ...]
+    drops: bool
 
 
 def common_validity(sites: MixingSites) -> tuple[str, ...] | None:
@@ -43,7 +45,7 @@ def common_validity(sites: MixingSites) -> tuple[str, ...] | None:
 
 
 def build_key_graph(
-    graph: CapturedGraph, layouts: TokenLayouts, sites: MixingSites, placement: Placement, valid: tuple[str, ...]
+    graph: CapturedGraph, layouts: TokenLayouts, sites: MixingSites, placement: Placement, drops: bool
 ) -> KeyGraph:
     """Extract the computation of the key.
 
@@ -52,12 +54,11 @@ def build_key_graph(
         layouts: Its layouts.
         sites: Its attention sites.
         placement: Where values live.
-        valid: Nodes that say which tokens are real.
+        drops: Whether tokens that are not real are left out; every site then has the same validity.
     """
+    valid = tuple(dict.fromkeys(n for site in sites.attention.values() for n in site.key_valid))
     masks = {n for site in sites.attention.values() for n in site.key_valid}
-    keys = tuple(name for name in placement.pack_at if name not in valid or not valid)
-    if valid:
-        keys = tuple(name for name in keys if name not in masks)
+    keys = tuple(name for name in placement.pack_at if not (drops and name in masks))
     nodes = {n.name: n for n in graph.gm.graph.nodes}
     wanted = [nodes[name] for name in (*keys, *valid)]
     needed: set[fx.Node] = set()
@@ -76,9 +77,8 @@ def build_key_graph(
     shapes = []
     for node in wanted:
         layout = layouts.layout(node)
-        assert layout is not None and layout.data is Data.TOKEN
-        from branchfx.passes.ir import Position, Row
-
+        assert layout is not None
+        assert layout.data is Data.TOKEN
         shapes.append((layout.where_is(Row), layout.where_is(Position)))
     absolute = bool(placement.positions_at) or any(s.reads_columns for s in sites.attention.values())
-    return KeyGraph(build.module(graph.gm), len(keys), tuple(shapes), absolute, valid)
+    return KeyGraph(build.module(graph.gm), len(keys), tuple(shapes), absolute, valid, drops)

@@ -119,7 +119,12 @@ class TokenLayoutAnalysis:
             if inputs and all(isinstance(x, Layout) and x.is_replicated for x in found) and _is_fixed(node):
                 return _replicated(node.meta["val"])
             raise Refusal(Code.UNKNOWN_OPERATOR, f"no rule says how {node.target} treats rows and positions")
-        layout = rule.layout(node, ctx)
+        try:
+            layout = rule.layout(node, ctx)
+        except (TypeError, IndexError, KeyError, ValueError, AttributeError, AssertionError) as error:
+            # an argument form that the rule does not know: a named refusal, never a crash of the user's step
+            reason = f"the rule of {node.target} does not know this call ({type(error).__name__}: {error})"
+            raise Refusal(Code.UNKNOWN_OPERATOR, reason) from error
         self._check(node, layout, ctx)
         return layout
 

@@ -182,6 +182,28 @@ def _cast(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
     return x
 
 
+def _diff(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
+    """`x[t] - x[t - 1]`, where the prepended value continues x to t = -1."""
+    d = int(node.args[2] if len(node.args) > 2 else -1) % len(index)  # type: ignore[arg-type]
+    prepend = node.args[3] if len(node.args) > 3 else node.kwargs.get("prepend")
+    (here,) = index[d]
+    x = lifter.lift(node.args[0], index)
+    if not isinstance(prepend, fx.Node):
+        raise Unliftable(node.name)
+    first = (sympy.Integer(0),) if lifter.layout(prepend).dims[d] else ()
+    before = lifter.lift(prepend, (*index[:d], first, *index[d + 1 :]))
+    if x.visible != sympy.true or sympy.expand(x.expr.subs(here, -1) - before.expr) != 0:
+        raise Unliftable(node.name)
+    return Lifted(sympy.expand(x.expr - x.expr.subs(here, here - 1)))
+
+
+def _sum_of_nothing(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
+    """A running sum of zeros."""
+    if as_number(lifter.lift(node.args[0], index).expr) != 0:
+        raise Unliftable(node.name)
+    return Lifted(sympy.Integer(0))
+
+
 def _same(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
     return lifter.lift(node.args[0], index)
 
@@ -299,6 +321,8 @@ HANDLERS: dict[Any, Handler] = {
     **_table("logical_not bitwise_not", _logic(sympy.Not)),
     **_table("where.self where.ScalarSelf where.ScalarOther where.Scalar", _where),
     **_table("masked_fill.Scalar masked_fill.Tensor", _masked_fill),
+    **_table("diff.default", _diff),
+    **_table("cumsum.default", _sum_of_nothing),
     **_table("tril.default", _triangle(True)),
     **_table("triu.default", _triangle(False)),
     **_table("dropout.default native_dropout.default", _no_dropout),

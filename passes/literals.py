@@ -114,6 +114,9 @@ class LiteralReader(fx.Interpreter):
             if rest.has(_expr(axis)) and quotient.as_numer_denom()[1] == 1:
                 out.append(axis)
                 rest = quotient
+        offset = sympy.expand(rest - _expr(self.positions))
+        if not rest.is_Integer and offset.is_Integer:
+            return [*out, self.positions + int(offset)]
         if not rest.is_Integer:
             return [size]
         return [*out, int(rest)] if rest != 1 else out

@@ -124,7 +124,7 @@ def plan_sharing(
     skips = common is not None and (padding == "skip" or (padding == "auto" and not placement.escapes))
     packed = PackTokens(rules, autocast_dtype, skips).run(captured, layouts, sites, placement)
     see("3_packed", packed.gm)
-    key = build_key_graph(captured, layouts, sites, placement, common if skips and common else ())
+    key = build_key_graph(captured, layouts, sites, placement, skips)
     notes = tuple(d for name, d in layouts.refusals.items() if name in placement.live)
     return SharingPlan(captured, layouts, sites, placement, packed, key, skips, notes)
 

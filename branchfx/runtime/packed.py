@@ -39,10 +39,10 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
     for mask in shaped[plan.key.keys :]:
         flag = (mask != 0).reshape(rows, columns)
         valid = flag if valid is None else valid & flag
-    if not keys and valid is None:
+    if not keys and (valid is None or not plan.key.drops):
         keys = [torch.zeros(rows, columns, dtype=torch.int8)]
     tree = build_token_tree(
-        keys, valid, min_shared_tokens=min_shared_tokens, relative_columns=not plan.key.absolute_columns
+        keys, valid if plan.key.drops else None, min_shared_tokens=min_shared_tokens, relative_columns=not plan.key.absolute_columns
     )
     return tree, valid
 
@@ -58,6 +58,22 @@ def fits(plan: SharingPlan, args: Sequence[Any]) -> bool:
             if expected.subs(sizes) != actual:
                 return False
     return True
+
+
+def has_masked_query(plan: SharingPlan, valid: Tensor | None) -> bool:
+    """Whether some query may see no key, at a site where it would then attend to everything, future included.
+
+    Masks that add a large finite number turn such a row into a uniform average; a packed row gives zero.
+    """
+    additive = [site for site in plan.sites.attention.values() if site.additive]
+    if plan.key.drops or not additive:
+        return False
+    if any(site.rule.predicate is not None for site in additive):
+        return True
+    if valid is None:
+        return False
+    local = any(site.rule.window is not None or site.rule.chunk is not None for site in additive)
+    return not bool(valid.all() if local else valid[:, 0].all())
 
 
 def _bounds(window: Window, columns: int, sizes: Mapping[sympy.Symbol, int]) -> tuple[int, int]:

@@ -63,6 +63,9 @@ def _slice(node: fx.Node, ctx: RuleContext) -> Layout:
             if x.data is not Data.NONE or step != 1:
                 raise Refusal(Code.RECURRENCE, "a slice picks positions of a value that is no table")
             dims[d] = ctx.dim_from_size(after)
+            if any(isinstance(f, Row) for f in dims[d]):
+                # the first B entries of a table: the row's number picks one
+                return Layout(tuple(dims), Data.ORDINAL)
         else:
             dims[d] = (Size(int(after)),) if after != 1 else ()
     return Layout(tuple(dims), x.data)
@@ -147,6 +150,9 @@ def _scatter(node: fx.Node, ctx: RuleContext) -> Layout:
     d = int(node.args[1]) % len(x.dims)  # type: ignore[arg-type]
     require_constant(x.dims[d], "a scatter")
     source = [ctx.layout(a) for a in node.args[3:] if isinstance(a, fx.Node)]
+    for y in source:
+        if any(i != d and p != q for i, (p, q) in enumerate(zip(y.dims, index.dims, strict=False)) if y.dims):
+            raise Refusal(Code.RECURRENCE, "a scatter writes values of other positions")
     dims = list(x.dims)
     for i, (a, b) in enumerate(zip(x.dims, index.dims, strict=True)):
         if i == d:
@@ -219,7 +225,25 @@ def _one_hot(node: fx.Node, ctx: RuleContext) -> Layout:
 
 
 def _triangle(node: fx.Node, ctx: RuleContext) -> Layout:
-    return ctx.layout(node.args[0])
+    """The diagonal compares two indices: legal for masks over (q, k) and constants, not for a token's own dims."""
+    x = ctx.layout(node.args[0])
+    corner = Layout(x.dims[-2:])
+    if corner.has_row or (x.data is not Data.NONE and corner.positions):
+        raise Refusal(Code.RECURRENCE, "a triangle compares positions or rows with another dim")
+    return x
+
+
+def _diff(node: fx.Node, ctx: RuleContext) -> Layout:
+    """Differences of neighbours, with one value prepended: entry t reads t and t - 1."""
+    x = ctx.layout(node.args[0])
+    order = node.args[1] if len(node.args) > 1 else 1
+    d = int(node.args[2] if len(node.args) > 2 else -1) % len(x.dims)  # type: ignore[arg-type]
+    prepend = node.args[3] if len(node.args) > 3 else node.kwargs.get("prepend")
+    append = node.args[4] if len(node.args) > 4 else node.kwargs.get("append")
+    same = (ctx.shape(node)[d] - ctx.shape(node.args[0])[d]).expand() == 0  # type: ignore[arg-type]
+    if order != 1 or prepend is None or append is not None or not same or not is_position(x.dims[d]):
+        raise Refusal(Code.RECURRENCE, "differences of neighbouring positions")
+    return Layout(x.dims, join_data([x, ctx.layout(prepend)]))
 
 
 RULES = (
@@ -271,6 +295,7 @@ RULES = (
     ),
     OpRule((_aten.index_select.default,), _index_select),
     OpRule((_aten.one_hot.default,), _one_hot),
+    OpRule((_aten.diff.default,), _diff, packable=False),
     OpRule((_aten.tril.default, _aten.triu.default), _triangle),
 )
 

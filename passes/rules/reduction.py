@@ -22,7 +22,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
 
 def _reduce(node: fx.Node, ctx: RuleContext) -> Layout:
     x = ctx.layout(node.args[0])
-    raw = argument(node, 1, "dim")
+    raw = argument(node, 2 if node.target in _NORMS else 1, "dim")
     if raw is None or raw == []:
         raw = list(range(len(x.dims)))
     dims = {d % max(len(x.dims), 1) for d in ([raw] if isinstance(raw, int) else raw)}
@@ -137,14 +137,16 @@ def _found(names: str) -> tuple[Any, ...]:
     return tuple(out)
 
 
+_NORMS = _found("linalg_vector_norm.default norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype")
 _SOFTMAX = frozenset(_found("softmax.int _softmax.default _safe_softmax.default"))
 
 RULES = (
+    OpRule(_NORMS, _reduce),
     OpRule((torch.ops.branchfx.softmax_with_sink.default,), _with_sink),
     OpRule(
         _found(
             "sum.dim_IntList mean.dim amax.default amin.default prod.dim_int var.dim var.correction std.dim std.correction "
-            "logsumexp.default linalg_vector_norm.default norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype argmax.default "
+            "logsumexp.default argmax.default "
             "argmin.default any.dim all.dim any.dims all.dims max.dim min.dim var_mean.correction count_nonzero.dim_IntList"
         ),
         _reduce,
@@ -157,7 +159,7 @@ RULES = (
     ),
     OpRule(_found("sum.default mean.default max.default min.default any.default all.default norm.Scalar"), _reduce_all),
     OpRule(
-        _found("softmax.int log_softmax.int _softmax.default _log_softmax.default _safe_softmax.default glu.default"),
+        _found("softmax.int log_softmax.int _softmax.default _log_softmax.default _safe_softmax.default"),
         _along,
         samples=(
             Sample(lambda x: x.log_softmax(-1), ("token[B, T, 8]",), "token[B, T, 8]"),
@@ -165,7 +167,7 @@ RULES = (
         ),
     ),
     OpRule(
-        _found("cumsum.default cumprod.default cummax.default logcumsumexp.default"),
+        _found("cumsum.default cumprod.default logcumsumexp.default"),
         _scan,
         packable=False,
         samples=(Sample(lambda x: x.cumsum(1), ("token[B, T]:int",), "token[B, T]"),),

@@ -127,7 +127,8 @@ def _repeat_interleave(node: fx.Node, ctx: RuleContext) -> Layout:
 
 def _flip_roll(node: fx.Node, ctx: RuleContext) -> Layout:
     x = ctx.layout(node.args[0])
-    dims = node.args[-1] if len(node.args) > 1 else ()
+    place = 1 if node.target is _aten.flip.default else 2
+    dims = node.args[place] if len(node.args) > place else node.kwargs.get("dims")
     if not dims:
         raise Refusal(Code.RECURRENCE, "roll without dims runs over positions")
     for d in dims:  # type: ignore[union-attr]
