@@ -11,7 +11,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from branchfx.api import explain, rollouts
+    from branchfx.api import explain
     from branchfx.counters import Stats, reset_stats, stats
     from branchfx.diagnostics import BranchReplayFallbackWarning, Decline
     from branchfx.errors import BranchFxError, CodegenError, DeclinedError, OptionError, VerifyError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _HOME = {
     "explain": "branchfx.api",
-    "rollouts": "branchfx.api",
     "stats": "branchfx.counters",
     "reset_stats": "branchfx.counters",
     "Stats": "branchfx.counters",
@@ -50,7 +49,6 @@ __all__ = [
     "explain",
     "list_options",
     "reset_stats",
-    "rollouts",
     "stats",
 ]
 

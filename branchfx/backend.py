@@ -14,10 +14,12 @@ from branchfx.codegen.registration import register_kernels
 from branchfx.counters import recorder
 from branchfx.diagnostics import Code, Decline, DeclineReporter
 from branchfx.dump import observer
+from branchfx.errors import VerifyError
 from branchfx.options import Options
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.choose import worth_sharing
 from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, fits, has_masked_query, tree_arguments
+from branchfx.runtime.verify import check_outputs
 
 logger = logging.getLogger("branchfx.backend")
 
@@ -88,6 +90,8 @@ class SharedGraph:
     def __init__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], plan: SharingPlan, options: Options, inner: Any
     ) -> None:
+        self.gm = gm
+        self.verified = False
         self.plan = plan
         self.options = options
         count = recorder().record_compile
@@ -100,6 +104,7 @@ class SharedGraph:
         self.original = CompiledGraph(gm, own, inner, lambda: count("baseline"))
 
     def __call__(self, *args: Any) -> Any:
+        """Run one call packed, or as the caller wrote it."""
         plan, options = self.plan, self.options
         rows, columns = batch_size(plan, args)
         if rows < 2 or columns < 1:
@@ -121,7 +126,25 @@ class SharedGraph:
             unique_tokens=tree.tokens,
             shared=True,
         )
-        return self.packed(*args, *tree_arguments(plan, tree, args))
+        outputs = self._packed(*args, *tree_arguments(plan, tree, args))
+        if options.verify == "every" or (options.verify == "first" and not self.verified):
+            problem = check_outputs(self.gm.forward, args, outputs, skips_padding=plan.skips_padding)
+            self.verified = True
+            if problem is not None:
+                recorder().record_verify_failure()
+                if options.fallback == "error":
+                    raise VerifyError(f"a shared call is not the unshared one: {problem}")
+                logger.warning("a shared call is not the unshared one: %s; returning the unshared result", problem)
+                return self.original(*args)
+        return outputs
+
+    def _packed(self, *args: Any) -> Any:
+        if not self.options.same_forward or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return self.packed(*args)
+        # the training forward, so that a policy ratio is exactly 1 at the first step
+        with torch.enable_grad():
+            outputs = self.packed(*args)
+        return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
 
     def _original(self, args: Sequence[Any], rows: int, columns: int, tokens: int, why: Code) -> Any:
         recorder().record_call(

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable
 
 from torch import fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 
 def observer(folder: str | None) -> Callable[[str, fx.GraphModule], None]:

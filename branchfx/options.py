@@ -68,7 +68,7 @@ class Options:
     )
     verify: Verify = dataclasses.field(
         default="off",
-        metadata=_about("compare calls with the unshared graph, outputs and gradients", "off", "first", "every"),
+        metadata=_about("compare the outputs of shared calls with the unshared graph", "off", "first", "every"),
     )
     padding: Padding = dataclasses.field(
         default="auto",

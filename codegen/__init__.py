@@ -1,0 +1,1 @@
+"""Kernels, and the compilers that the rest of a graph is handed to."""

@@ -80,6 +80,7 @@ class CompiledGraph:
         self._variants: tuple[_Variant, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
+        """Run the graph, compiling it first where no compiled variant takes these sizes."""
         if self.inner == "eager":
             return self.gm(*args)
         for variant in self._variants:

@@ -3,8 +3,8 @@
 `softmax(x - amax(x, d, keepdim=True), d)`  becomes  `softmax(x, d)`
 `softmax(cat([x, sink], -1), -1)[..., :-1]`  becomes  `softmax_with_sink(x, sink)`
 
-Legality: the second is the definition of the operator; softmax is invariant to a shift that is constant along its dim, and ATen's softmax subtracts the maximum
-itself. Dead nodes without side effects are dropped too.
+Legality: the second is the definition of the operator; softmax is invariant to a shift that is constant along its
+dim, and ATen's softmax subtracts the maximum itself. Dead nodes without side effects are dropped too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _name_sink(node: fx.Node) -> bool:
     parts, dims = joined.args[0], (node.args[1], joined.args[1] if len(joined.args) > 1 else 0, weights.args[1])
     if len(parts) != 2 or any(int(d) % rank != rank - 1 for d in dims) or node.args[2:] != (0, -1):  # type: ignore[arg-type]
         return False
-    scores, sink = parts  # type: ignore[misc]
+    scores, sink = parts  # type: ignore[misc, str-unpack]
     if sink.meta["val"].shape[-1] != 1:
         return False
     with node.graph.inserting_before(node):

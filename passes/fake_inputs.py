@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from branchfx.passes.ir import InputRole
 
-
 DimKey = str | int | tuple[str, int]
 """The class of a dim, its constant size, or a class and what to add to it."""
 
@@ -104,6 +103,7 @@ class FakeInputs:
         self.binding: dict[sympy.Symbol, tuple[int, int]] = {}
 
     def size(self, key: str, real: int, index: int, dim: int) -> Any:
+        """Return the size of a class of dims, making its symbol at the first use."""
         if key not in self.symint:
             hint = self.hints(key, real)
             if dim >= 0 and real < 2:
@@ -123,6 +123,7 @@ class FakeInputs:
         return self.symint[key] + offset
 
     def make(self, placeholders: Sequence[Placeholder], key_of: Callable[[str | int], DimKey]) -> list[Any]:
+        """Return one fake value a placeholder."""
         out: list[Any] = []
         for i, p in enumerate(placeholders):
             for d, (own, real) in enumerate(zip(p.dims, p.sizes, strict=True)):

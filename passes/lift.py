@@ -46,7 +46,7 @@ class Lifter:
             raise Unliftable(node.name)
         return found
 
-    def lift(self, node: Any, index: Index) -> Lifted:
+    def lift(self, node: Any, index: Index) -> Lifted:  # noqa: C901 - one case a kind of value
         """Return the value of `node` at `index`.
 
         Raises:

@@ -51,6 +51,7 @@ class LiteralReader(fx.Interpreter):
         return int(_expr(size).subs(self.real))
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node with its literals replaced."""
         spots = self.shape_taking.get(n.target) if n.op == "call_function" else None
         if spots is None:
             return super().run_node(n)

@@ -255,7 +255,11 @@ class _Builder:
     def _validity(self, part: Any) -> str:
         """A conjunct that says which keys are real: an atom that is true or not zero."""
         symbol = part
-        if (isinstance(part, sympy.Ne) and part.rhs == 0) or (isinstance(part, sympy.Gt) and part.rhs == 0) or (isinstance(part, sympy.Eq) and part.rhs == 1):
+        if (
+            (isinstance(part, sympy.Ne) and part.rhs == 0)
+            or (isinstance(part, sympy.Gt) and part.rhs == 0)
+            or (isinstance(part, sympy.Eq) and part.rhs == 1)
+        ):
             symbol = part.lhs
         if symbol not in self.lifter.atoms:
             raise Unliftable(f"the key validity {part}")

@@ -1,6 +1,6 @@
 """The pipeline, in order: this file is the table of contents of `passes/`.
 
-  1 lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
+  1 inline_checkpoints, lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
   2 layout                           which dims are rows and positions; what is prefix-causal
   3 lift, predicate                  dense masks and scores as expressions at one (q, k)
   4 mixing                           attention sites, proven causal
@@ -25,6 +25,7 @@ from branchfx.diagnostics import Code, Decline
 from branchfx.passes.canonicalize import canonicalize
 from branchfx.passes.decompose import decompose
 from branchfx.passes.fake_inputs import describe_placeholders, lowering_inputs
+from branchfx.passes.inline_checkpoints import inline_checkpoints
 from branchfx.passes.ir import CapturedGraph, Data
 from branchfx.passes.key_graph import KeyGraph, build_key_graph, common_validity
 from branchfx.passes.layout import TokenLayoutAnalysis, TokenLayouts, decline_at
@@ -92,7 +93,7 @@ def plan_sharing(
     if not any(d for p in placeholders for d in p.sizes if p.role.value != "parameter"):
         return (Decline(Code.NO_TOKEN_INPUTS, "", "no input has a batch"),)
     try:
-        lowered = lower_to_aten(gm, lowering_inputs(placeholders))
+        lowered = lower_to_aten(inline_checkpoints(gm), lowering_inputs(placeholders))
     except CustomBackwardError as error:
         return (
             decline_at(

@@ -42,7 +42,10 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
     if not keys and (valid is None or not plan.key.drops):
         keys = [torch.zeros(rows, columns, dtype=torch.int8)]
     tree = build_token_tree(
-        keys, valid if plan.key.drops else None, min_shared_tokens=min_shared_tokens, relative_columns=not plan.key.absolute_columns
+        keys,
+        valid if plan.key.drops else None,
+        min_shared_tokens=min_shared_tokens,
+        relative_columns=not plan.key.absolute_columns,
     )
     return tree, valid
 

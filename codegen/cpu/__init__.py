@@ -1,0 +1,1 @@
+"""Tree attention and gathers in ATen operators."""

@@ -145,9 +145,11 @@ RULES = (
     OpRule((torch.ops.branchfx.softmax_with_sink.default,), _with_sink),
     OpRule(
         _found(
-            "sum.dim_IntList mean.dim amax.default amin.default prod.dim_int var.dim var.correction std.dim std.correction "
+            "sum.dim_IntList mean.dim amax.default amin.default prod.dim_int var.dim var.correction "
+            "std.dim std.correction "
             "logsumexp.default argmax.default "
-            "argmin.default any.dim all.dim any.dims all.dims max.dim min.dim var_mean.correction count_nonzero.dim_IntList"
+            "argmin.default any.dim all.dim any.dims all.dims max.dim min.dim var_mean.correction "
+            "count_nonzero.dim_IntList"
         ),
         _reduce,
         samples=(
@@ -198,7 +200,8 @@ RULES = (
     ),
     OpRule(
         _found(
-            "bernoulli.default bernoulli.p rand.default randn.default rand_like.default randn_like.default randint.default "
+            "bernoulli.default bernoulli.p rand.default randn.default rand_like.default "
+            "randn_like.default randint.default "
             "normal.float_Tensor multinomial.default randperm.default alpha_dropout.default feature_dropout.default "
             "rrelu.default rrelu_with_noise.default exponential.default uniform.default"
         ),

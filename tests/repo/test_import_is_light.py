@@ -32,8 +32,10 @@ def test_command_line_starts_light() -> None:
 
 
 def test_backend_does_not_load_triton_or_inductor() -> None:
+    # torch itself loads triton with AOTAutograd where it is installed; we must not add to that
+    torch_alone = _loaded_after("import torch._functorch.aot_autograd, torch._dynamo")
     loaded = _loaded_after("import branchfx.backend")
-    assert "triton" not in loaded
+    assert ("triton" in loaded) == ("triton" in torch_alone)
     assert "torch._inductor.compile_fx" not in loaded
 
 
