@@ -1,6 +1,6 @@
 """The pipeline, in order: this file is the table of contents of `passes/`.
 
-  1 inline_checkpoints, lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
+  1 specialize_floats, inline_checkpoints, lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
   2 layout                           which dims are rows and positions; what is prefix-causal
   3 lift, predicate                  dense masks and scores as expressions at one (q, k)
   4 mixing                           attention sites, proven causal
@@ -34,7 +34,8 @@ from branchfx.passes.mixing import MixingSiteAnalysis, MixingSites
 from branchfx.passes.pack_graph import PackedGraph, PackTokens
 from branchfx.passes.placement import Placement, PlacementAnalysis
 from branchfx.passes.rules import build_rules
-from branchfx.passes.symbolize import NotSymbolicError, symbolize
+from branchfx.passes.specialize_floats import specialize_floats
+from branchfx.passes.symbolize import NotSymbolicError, OneRowError, symbolize
 
 Padding = Literal["auto", "skip", "exact"]
 _LOWERING_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, KeyError, IndexError)
@@ -53,6 +54,7 @@ class SharingPlan:
         key: How to compute the sharing key.
         skips_padding: Whether padded positions are left out and give zeros.
         notes: Refusals that did not stop the sharing.
+        constants: Float inputs, by index, that the graph holds as constants.
     """
 
     captured: CapturedGraph
@@ -63,6 +65,7 @@ class SharingPlan:
     key: KeyGraph
     skips_padding: bool
     notes: tuple[Decline, ...]
+    constants: tuple[tuple[int, float], ...]
 
 
 Observer = Callable[[str, fx.GraphModule], None]
@@ -93,7 +96,8 @@ def plan_sharing(
     if not any(d for p in placeholders for d in p.sizes if p.role.value != "parameter"):
         return (Decline(Code.NO_TOKEN_INPUTS, "", "no input has a batch"),)
     try:
-        lowered = lower_to_aten(inline_checkpoints(gm), lowering_inputs(placeholders))
+        constant, constants = specialize_floats(gm, example_inputs)
+        lowered = lower_to_aten(inline_checkpoints(constant), lowering_inputs(placeholders))
     except CustomBackwardError as error:
         return (
             decline_at(
@@ -108,6 +112,8 @@ def plan_sharing(
     see("1_lowered", lowered)
     try:
         captured = symbolize(lowered, placeholders)
+    except OneRowError:
+        return (Decline(Code.ONE_ROW, "", "the batch has one row"),)
     except NotSymbolicError as error:
         return (Decline(Code.SHAPE_NOT_UNIFIED, "", str(error)),)
     if captured is None:
@@ -127,7 +133,7 @@ def plan_sharing(
     see("3_packed", packed.gm)
     key = build_key_graph(captured, layouts, sites, placement, skips)
     notes = tuple(d for name, d in layouts.refusals.items() if name in placement.live)
-    return SharingPlan(captured, layouts, sites, placement, packed, key, skips, notes)
+    return SharingPlan(captured, layouts, sites, placement, packed, key, skips, notes, constants)
 
 
 def _first_line(error: BaseException) -> str:

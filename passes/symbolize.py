@@ -69,6 +69,10 @@ SHAPE_TAKING: Mapping[Any, tuple[int, ...]] = {
 _LARGEST_LITERAL = 2**40
 
 
+class OneRowError(Exception):
+    """The batch has one row, which shares with nothing."""
+
+
 Classes = dict[str, DimKey]
 Literals = dict[tuple[str, int, int], sympy.Expr]
 
@@ -351,6 +355,8 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
     token_input = find_token_input(gm, placeholders)
     if token_input is None:
         return None
+    if token_input.sizes[0] == 1:
+        raise OneRowError
     with tracing(None), _disable_current_modes():
         classes: Classes = {d: d for p in placeholders for d in p.dims if isinstance(d, str)}
         join_batch_dims(classes, placeholders, token_input)

@@ -52,6 +52,8 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
 
 def fits(plan: SharingPlan, args: Sequence[Any]) -> bool:
     """Whether the inputs have the shapes that the plan takes them to have, such as a mask as long as the ids."""
+    if any(float(args[index]) != value for index, value in plan.constants):
+        return False
     sizes = real_sizes(plan, args)
     nodes = (n for n in plan.captured.gm.graph.nodes if n.op == "placeholder")
     for node, spec, arg in zip(nodes, plan.captured.inputs, args, strict=False):

@@ -53,8 +53,13 @@ def _slice(node: fx.Node, ctx: RuleContext) -> Layout:
             raise Refusal(Code.RECURRENCE, "a slice takes every n-th position")
         if x.is_pair:
             raise Refusal(Code.UNSUPPORTED_MASK, "a mask or score is cut along positions")
-        if (start < 0) == True:  # noqa: E712 - a sympy relation
-            start = before - after if _is_tail(node) else before + start
+        if _is_tail(node):
+            # whatever sign the start has, so many columns are kept at the end
+            start = before - after
+        elif not start.is_Integer:
+            raise Refusal(Code.RECURRENCE, "a slice starts at a position that the graph computes")
+        elif start < 0:
+            start = before + start
         dims[d] = (Position(window_of(x.dims[d][0].window, start, after, ctx)),)  # type: ignore[union-attr]
     else:
         require_constant(x.dims[d], "a slice")

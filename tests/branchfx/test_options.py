@@ -15,7 +15,7 @@ def test_defaults() -> None:
         inner="inductor",
         fallback="warn",
         verify="off",
-        padding="skip",
+        padding="auto",
         share="auto",
         min_shared_tokens=None,
         same_forward=False,

@@ -96,7 +96,6 @@ def test_fullgraph() -> None:
     compare(model, _TREE, compiled=torch.compile(model, backend=backend, fullgraph=True, options=options))
 
 
-@pytest.mark.xfail(strict=True, reason="dynamic=True makes every Python float an unbacked symbol: declined (BFX002)")
 def test_dynamic_from_the_start() -> None:
     """`dynamic=True` shares as well."""
     model = models.build("llama")
