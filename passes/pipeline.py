@@ -1,6 +1,7 @@
 """The pipeline, in order: this file is the table of contents of `passes/`.
 
-  1 specialize_floats, inline_checkpoints, lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
+  0 specialize_floats, inline_checkpoints   a graph without operators that hold graphs
+  1 lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
   2 layout                           which dims are rows and positions; what is prefix-causal
   3 lift, predicate                  dense masks and scores as expressions at one (q, k)
   4 mixing                           attention sites, proven causal
