@@ -13,7 +13,22 @@ _RIGHT = batches.tree([(9, [(3, [4, (2, [5, 0, 0])]), 7]), (3, [2, 2])], padding
 _LEFT = batches.tree([(8, [(4, [3, 5]), 1]), (2, [6, 4])], seed=1, padding="left", shuffle=True)
 # bloom's activation is a torch.autograd.Function, whose backward ATen does not show: declined, see below
 _SHARED = tuple(name for name in models.FAMILIES if name != "bloom")
-_SITES = [(name, attn) for name in _SHARED + tuple(models.VARIANTS) for attn in models.attentions(name)]
+_DECLINED = {
+    "mpt": "with automatic-dynamic shapes its bias table is cut at max(0, max_seq_len - T): declined (BFX010)",
+    "falcon_alibi": "adds ALiBi to a mask by comparing masked values: declined (BFX007)",
+    "llama4_text": "counts left padding by a sum over positions: declined (BFX011)",
+}
+_SITES = [
+    pytest.param(
+        name,
+        attn,
+        marks=[pytest.mark.xfail(strict=True, raises=torch._dynamo.exc.BackendCompilerFailed, reason=_DECLINED[name])]
+        if name in _DECLINED
+        else [],
+    )
+    for name in _SHARED + tuple(models.VARIANTS)
+    for attn in models.attentions(name)
+]
 
 
 @pytest.fixture(autouse=True)
