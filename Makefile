@@ -40,7 +40,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 venv: $(VENV)/.dev ## the environment for development, in .venv
 
 test: $(VENV)/.dev ## the whole suite, under 15 minutes on two cores
-	$(PY) -m pytest -q tests
+	$(PY) -m pytest -q -m "not slow" tests
 
 check: format-check lint types test ## what CI runs: format, lint, strict types, tests
 
@@ -63,6 +63,9 @@ accept: $(VENV)/.dev ## rewrite the golden texts under tests/golden and docs/cod
 
 zoo: $(VENV)/.dev ## every causal LM of transformers: shared, declined or WRONG
 	$(PY) -m benchmarks.zoo --markdown
+
+test-slow: ## random trees, bfloat16, Inductor: more than `make test` has time for
+	OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -m slow tests
 
 bench: $(VENV)/.dev ## speed, memory and compile time against eager, Inductor and peers
 	$(PY) -m benchmarks.run

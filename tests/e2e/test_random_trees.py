@@ -15,6 +15,8 @@ from torch import nn
 from tests import batches, models
 from tests.exactness import compare, compile_for_test
 
+pytestmark = pytest.mark.slow
+
 _SETTINGS = settings(
     max_examples=110,
     deadline=None,
