@@ -154,8 +154,21 @@ def _by_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return -nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
-@pytest.mark.parametrize("logprob", [_by_log_softmax, _by_logsumexp, _by_cross_entropy])
-@pytest.mark.parametrize("keep", [0, 3], ids=["all", "logits_to_keep"])
+# with all logits these two spellings leave T fixed to its captured value: declined (BFX003)
+_FIXED = pytest.mark.xfail(strict=True, raises=torch._dynamo.exc.BackendCompilerFailed, reason="declined (BFX003)")
+
+
+@pytest.mark.parametrize(
+    ("keep", "logprob"),
+    [
+        pytest.param(0, _by_log_softmax, id="all-log_softmax"),
+        pytest.param(0, _by_logsumexp, id="all-logsumexp", marks=_FIXED),
+        pytest.param(0, _by_cross_entropy, id="all-cross_entropy", marks=_FIXED),
+        pytest.param(3, _by_log_softmax, id="logits_to_keep-log_softmax"),
+        pytest.param(3, _by_logsumexp, id="logits_to_keep-logsumexp"),
+        pytest.param(3, _by_cross_entropy, id="logits_to_keep-cross_entropy"),
+    ],
+)
 def test_loss_in_the_graph(logprob: Callable[[Tensor, Tensor], Tensor], keep: int) -> None:
     """Log-probabilities inside the graph, labels at branch points included, in the three usual spellings."""
     model, batch = models.build("llama"), batches.tree((5, [(2, [2, 2]), 4]), padding="left")
