@@ -69,16 +69,16 @@ SHAPE_TAKING: Mapping[Any, tuple[int, ...]] = {
 _LARGEST_LITERAL = 2**40
 
 
-class OneRowError(Exception):
-    """The batch has one row, which shares with nothing."""
-
-
 Classes = dict[str, DimKey]
 Literals = dict[tuple[str, int, int], sympy.Expr]
 
 
 class NotSymbolicError(Exception):
     """The graph could not be made polymorphic; the argument says why."""
+
+
+class OneRowError(NotSymbolicError):
+    """The batch has one row, which shares with nothing."""
 
 
 class _Unify(fx.Interpreter):
@@ -356,7 +356,7 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
     if token_input is None:
         return None
     if token_input.sizes[0] == 1:
-        raise OneRowError
+        raise OneRowError(f"the batch size of {token_input.name} is fixed to 1")
     with tracing(None), _disable_current_modes():
         classes: Classes = {d: d for p in placeholders for d in p.dims if isinstance(d, str)}
         join_batch_dims(classes, placeholders, token_input)
