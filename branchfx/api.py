@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,55 +14,47 @@ from torch import fx
 
 from branchfx.codegen.registration import register_kernels
 from branchfx.options import Options
-from branchfx.passes.cost import NOTHING, TOKENS, contraction_length, node_cost
-from branchfx.passes.ir import Layout
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
+from branchfx.report import GraphReport, report_batch, report_graph
 from branchfx.runtime.packed import batch_size, build_tree, fits
 
 SCHEMA = 1
+"""Version of `Explanation.to_dict()`; raised when a field changes its meaning or goes."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """What would be shared in one call.
+    """What would be shared in one call; `str()` gives text.
 
     Attributes:
-        graphs: One entry a captured graph: node counts, attention sites with their rule, declines, and, where it
-            is shared, the token tree and the FLOPs of token-local work before and after.
+        graphs: One report a captured graph, in the order of capture.
     """
 
-    graphs: tuple[dict[str, Any], ...]
+    graphs: tuple[GraphReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain data; `schema` names its version."""
-        return {"schema": SCHEMA, "graphs": list(self.graphs)}
+        return {"schema": SCHEMA, "graphs": [graph.to_dict() for graph in self.graphs]}
 
     def to_json(self) -> str:
         """Return the explanation as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.graphs)} graph(s)"]
-        for number, graph in enumerate(self.graphs):
-            lines.append(f"graph {number}: {graph['nodes']} nodes, {'shared' if graph['shared'] else 'declined'}")
-            lines += [f"  {line}" for decline in graph["declines"] for line in decline["text"].splitlines()]
-            lines += [f"  attention {site['node']}: {site['rule']}" for site in graph.get("sites", ())]
-            if "tokens" in graph:
-                lines.append(
-                    f"  {graph['rows']} rows, {graph['tokens']} tokens ({graph['padded_tokens']} padded), "
-                    f"{graph['unique_tokens']} unique, token ratio {graph['token_ratio']:.2f}"
-                )
-                before, after = graph["flops_before"], graph["flops_after"]
-                lines.append(f"  token-local FLOPs forward: {before:.3g} -> {after:.3g}")
-                lines += [f"  {line}" for line in graph["tree"].splitlines()]
+        shared = sum(graph.shared for graph in self.graphs)
+        lines = [f"{len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'} captured, {shared} shared"]
+        lines += [f"graph {number}: {graph.to_text()}" for number, graph in enumerate(self.graphs)]
         return "\n".join(lines)
 
 
 def explain(model_or_function: Callable[..., Any]) -> Callable[..., Explanation]:
     """Return a function that runs one call unshared and says what sharing would do.
 
+    The call runs in the caller's grad mode, with the caller's own graph. Options come from the environment, as for a
+    `torch.compile` without options. Nothing is counted in `branchfx.stats()`.
+
     Args:
-        model_or_function: What would be compiled; its own compiled state is not touched.
+        model_or_function: What would be compiled. A model's own `compile()` is left as it is.
 
     Returns:
         A function of the call's arguments.
@@ -68,58 +62,66 @@ def explain(model_or_function: Callable[..., Any]) -> Callable[..., Explanation]
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
         register_kernels()
-        settings = Options.from_user(None)
-        graphs: list[dict[str, Any]] = []
-
-        def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            plan = plan_sharing(gm, example_inputs, padding=settings.padding)
-            entry: dict[str, Any] = {"nodes": len(gm.graph.nodes), "shared": isinstance(plan, SharingPlan)}
-            graphs.append(entry)
-            declines = plan.notes if isinstance(plan, SharingPlan) else plan
-            entry["declines"] = [{**d.to_dict(), "text": str(d)} for d in declines]
-            if not isinstance(plan, SharingPlan):
-                return gm.forward
-            entry["packed_nodes"] = len(plan.placement.packed)
-            entry["sites"] = [{"node": s.node, "rule": s.rule.to_json()} for s in plan.sites.attention.values()]
-
-            def call(*inputs: Any) -> Any:
-                if fits(plan, inputs):
-                    entry.update(_of_batch(plan, inputs, settings))
-                return gm.forward(*inputs)
-
-            return call
-
-        def called(*a: Any, **k: Any) -> Any:
-            return model_or_function(*a, **k)
-
-        torch.compile(called, backend=backend)(*args, **kwargs)
-        return Explanation(tuple(graphs))
+        observed = _Observed(Options.from_user(None))
+        torch.compile(_fresh(model_or_function), backend=observed.backend, **_isolated())(*args, **kwargs)
+        return Explanation(tuple(observed.reports))
 
     return run
 
 
-def _of_batch(plan: SharingPlan, inputs: Any, settings: Options) -> dict[str, Any]:
-    shortest = 16 if settings.min_shared_tokens is None else settings.min_shared_tokens
-    tree, _ = build_tree(plan, inputs, shortest)
-    rows, columns = batch_size(plan, inputs)
-    packed, rest = NOTHING, NOTHING
-    for node in plan.captured.gm.graph.nodes:
-        layout = plan.layouts.layout(node)
-        if isinstance(layout, Layout) and node.name in plan.placement.live and layout.is_token:
-            cost = node_cost(node, layout, contraction_length(node))
-            if node.name in plan.placement.packed:
-                packed = packed + cost
-            else:
-                rest = rest + cost
-    positions = rows * columns
-    fixed = float(rest.flops.subs(TOKENS, positions))
-    return {
-        "rows": rows,
-        "tokens": tree.valid_tokens,
-        "padded_tokens": positions,
-        "unique_tokens": tree.tokens,
-        "token_ratio": tree.token_ratio,
-        "flops_before": fixed + float(packed.flops.subs(TOKENS, positions)),
-        "flops_after": fixed + float(packed.flops.subs(TOKENS, tree.tokens)),
-        "tree": tree.to_text(),
-    }
+class _Observed:
+    """The graphs of one call, in order of capture."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.reports: list[GraphReport] = []
+
+    def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Plan one graph as `branchreplay` does, and run the caller's own."""
+        device = next((a.device.type for a in example_inputs if isinstance(a, torch.Tensor)), "cpu")
+        plan = plan_sharing(
+            gm,
+            example_inputs,
+            padding=self.options.padding,
+            autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        )
+        place = len(self.reports)
+        self.reports.append(report_graph(gm, plan))
+        if not isinstance(plan, SharingPlan):
+            return gm.forward
+
+        def call(*inputs: Any) -> Any:
+            if self.reports[place].batch is None:
+                self.reports[place] = self._with_batch(self.reports[place], plan, inputs)
+            return gm.forward(*inputs)
+
+        return call
+
+    def _with_batch(self, report: GraphReport, plan: SharingPlan, inputs: tuple[Any, ...]) -> GraphReport:
+        rows, columns = batch_size(plan, inputs)
+        if rows < 1 or columns < 1:
+            return dataclasses.replace(report, not_built="the batch is empty")
+        if not fits(plan, inputs):
+            return dataclasses.replace(report, not_built="the inputs do not have the shapes of one batch")
+        shortest = 16 if self.options.min_shared_tokens is None else self.options.min_shared_tokens
+        tree, _ = build_tree(plan, inputs, shortest)
+        if not tree.tokens:
+            return dataclasses.replace(report, not_built="the batch has no valid token")
+        return dataclasses.replace(report, batch=report_batch(plan, tree, inputs))
+
+
+def _isolated() -> dict[str, Any]:
+    """Return what keeps our graphs out of the recompile limit of the caller's code, where this torch can."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+
+
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function around `function` whose code object is its own.
+
+    Dynamo keeps compiled code with the code object, so a shared one would run into its limit of recompiles.
+    """
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return types.FunctionType(explained.__code__.replace(), globals(), "explained", None, explained.__closure__)

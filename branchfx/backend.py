@@ -128,7 +128,7 @@ class SharedGraph:
         )
         outputs = self._packed(*args, *tree_arguments(plan, tree, args))
         if options.verify == "every" or (options.verify == "first" and not self.verified):
-            problem = check_outputs(self.gm.forward, args, outputs, skips_padding=plan.skips_padding)
+            problem = check_outputs(self.gm.forward, args, outputs, tree, plan=plan, skips_padding=plan.skips_padding)
             self.verified = True
             if problem is not None:
                 recorder().record_verify_failure()

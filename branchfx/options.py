@@ -68,7 +68,12 @@ class Options:
     )
     verify: Verify = dataclasses.field(
         default="off",
-        metadata=_about("compare the outputs of shared calls with the unshared graph", "off", "first", "every"),
+        metadata=_about(
+            "compare the outputs of shared calls with the unshared graph; gradients are not compared",
+            "off",
+            "first",
+            "every",
+        ),
     )
     padding: Padding = dataclasses.field(
         default="auto",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from branchfx.diagnostics import Code, Decline
+from branchfx.diagnostics import Code, Decline, user_line
 from branchfx.passes.ir import BASE, CapturedGraph, Data, Dim, InputRole, Layout, Position, Row, Size
 from branchfx.passes.lift import Lifter, enumerated_axis
 from branchfx.passes.lifted import Unliftable
@@ -40,18 +40,9 @@ class TokenLayouts:
         return found if isinstance(found, Layout) else None
 
 
-def stack_line(node: fx.Node) -> str | None:
-    """Return the user's source line that a node comes from."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return None
-    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
-    return " / ".join(lines[-2:])
-
-
 def decline_at(node: fx.Node, code: Code, reason: str) -> Decline:
     """Return a decline that names a node and its source line."""
-    return Decline(code=code, node_name=node.name, reason=reason, stack_trace=stack_line(node))
+    return Decline(code=code, node_name=node.name, reason=reason, stack_trace=user_line(node.meta.get("stack_trace")))
 
 
 class TokenLayoutAnalysis:
