@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from branchfx.diagnostics import Code, Decline, DeclineReporter
 from branchfx.dump import observer
 from branchfx.errors import VerifyError
 from branchfx.options import Options
+from branchfx.passes.fake_inputs import size_hint
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.choose import worth_sharing
 from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, fits, has_masked_query, tree_arguments
@@ -51,10 +53,18 @@ def branchreplay(
         reporter.report(Decline(Code.NO_COMPILER, "", "Inductor needs a C++ compiler and none is on the path"))
     if settings.disable or settings.share == "never":
         return _unshared(gm, example_inputs, inner)
+    return _shared(gm, example_inputs, settings, inner, reporter)
+
+
+def _shared(
+    gm: fx.GraphModule, inputs: Sequence[Any], settings: Options, inner: Any, reporter: DeclineReporter
+) -> Callable[..., Any]:
+    """Plan the sharing of a graph, for inputs whose sizes are related as in this call."""
+    device = next((a.device.type for a in inputs if isinstance(a, torch.Tensor)), "cpu")
     recorder().record_compile("capture_grad" if torch.is_grad_enabled() else "capture_nograd")
     plan = plan_sharing(
         gm,
-        example_inputs,
+        inputs,
         padding=settings.padding,
         autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         observe=observer(settings.dump),
@@ -64,10 +74,45 @@ def branchreplay(
             recorder().record_decline(decline.code)
         for decline in plan:
             reporter.report(decline)
-        return _unshared(gm, example_inputs, inner)
+        again = functools.partial(_shared, gm, settings=settings, inner=inner, reporter=reporter)
+        return DeclinedGraph(_unshared(gm, inputs, inner), inputs, again)
     for note in plan.notes:
         logger.info("in row space: %s", note)
-    return SharedGraph(gm, example_inputs, plan, settings, inner)
+    return SharedGraph(gm, inputs, plan, settings, inner)
+
+
+class DeclinedGraph:
+    """A graph that is not shared for the sizes it was captured with.
+
+    A graph captured with a malformed batch, say a mask of other rows than the ids, has guards that take well-formed
+    ones too; those are planned on their own.
+    """
+
+    def __init__(
+        self, original: Callable[..., Any], inputs: Sequence[Any], again: Callable[[Sequence[Any]], Callable[..., Any]]
+    ) -> None:
+        self.again = again
+        self.free = [
+            (i, d)
+            for i, value in enumerate(inputs)
+            if isinstance(value, torch.Tensor)
+            for d, size in enumerate(value.shape)
+            if isinstance(size, torch.SymInt)
+        ]
+        self.planned: dict[tuple[int, ...], Callable[..., Any]] = {_equal_sizes(self.free, inputs): original}
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph as the caller wrote it, or plan it for sizes that are related in another way."""
+        pattern = _equal_sizes(self.free, args)
+        if pattern not in self.planned:
+            self.planned[pattern] = self.again(args)
+        return self.planned[pattern](*args)
+
+
+def _equal_sizes(places: Sequence[tuple[int, int]], args: Sequence[Any]) -> tuple[int, ...]:
+    """Return for each of some sizes the first of them, in the same dim, that equals it."""
+    first: dict[tuple[int, int], int] = {}
+    return tuple(first.setdefault((d, size_hint(args[i].shape[d])), k) for k, (i, d) in enumerate(places))
 
 
 def _unshared(gm: fx.GraphModule, example_inputs: Sequence[Any], inner: str) -> Callable[..., Any]:

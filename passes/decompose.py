@@ -3,6 +3,7 @@
 `baddbmm(x, a, b, beta, alpha)`  becomes  `beta * x + alpha * bmm(a, b)`
 `new_zeros(x, size)`  becomes  `zeros(size)` of x's dtype and device, which no longer reads x
 `copy(x, y)` of equal shape and dtype  becomes  `y`
+`cat([empty, x])` with an empty vector, as caches begin  becomes  `x`
 
 Legality: the definition of the operators.
 """
@@ -31,6 +32,22 @@ def _detach_from_source(node: fx.Node) -> None:
     node.kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
 
 
+def _drop_empty_vectors(node: fx.Node) -> bool:
+    """Leave out operands of shape [0], which `torch.cat` skips whatever the rank of the others."""
+    parts = [p for p in node.args[0] if tuple(p.meta["val"].shape) != (0,)]
+    if len(parts) == len(node.args[0]) or not parts:
+        return False
+    dtype = node.meta["val"].dtype
+    if len(parts) == 1 and parts[0].meta["val"].dtype == dtype:
+        node.replace_all_uses_with(parts[0])
+        node.graph.erase_node(node)
+        return True
+    if all(p.meta["val"].dtype == dtype for p in parts):
+        node.update_arg(0, parts)
+        return True
+    return False
+
+
 def decompose(gm: fx.GraphModule) -> int:
     """Edit `gm` in place; return how many nodes were taken apart."""
     changed = 0
@@ -45,6 +62,9 @@ def decompose(gm: fx.GraphModule) -> int:
         if node.target in _FILLED_LIKE:
             _detach_from_source(node)
             changed += 1
+            continue
+        if node.target is _aten.cat.default:
+            changed += _drop_empty_vectors(node)
             continue
         if node.target is not _aten.baddbmm.default:
             continue

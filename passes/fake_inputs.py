@@ -52,7 +52,7 @@ def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         seen = node.meta.get("example_value", value)
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
             key = str(seen.node.expr) if isinstance(seen, torch.SymInt) else f"scalar{i}"
-            out.append(Placeholder(node.name, InputRole.SYMBOL, (key,), (_hint(value),)))
+            out.append(Placeholder(node.name, InputRole.SYMBOL, (key,), (size_hint(value),)))
         elif isinstance(value, torch.Tensor):
             parameter = _is_parameter(node, value)
             dims: list[str | int] = []
@@ -66,7 +66,7 @@ def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
                     node.name,
                     InputRole.PARAMETER if parameter else InputRole.OTHER,
                     tuple(dims),
-                    tuple(_hint(s) for s in value.shape),
+                    tuple(size_hint(s) for s in value.shape),
                     value.dtype,
                     value.device,
                     value.requires_grad,
@@ -77,7 +77,7 @@ def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
     return tuple(out)
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def size_hint(size: int | torch.SymInt) -> int:
     """Return the captured value of a size; `int()` would make Dynamo specialize on it."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
