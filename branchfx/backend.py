@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from branchfx.diagnostics import Code, Decline, DeclineReporter
 from branchfx.dump import observer
 from branchfx.errors import VerifyError
 from branchfx.options import Options
-from branchfx.passes.fake_inputs import size_hint
+from branchfx.passes.fake_inputs import Placeholder, describe_placeholders, size_hint, with_sizes_of
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.choose import worth_sharing
 from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, fits, has_masked_query, tree_arguments
@@ -53,11 +52,16 @@ def branchreplay(
         reporter.report(Decline(Code.NO_COMPILER, "", "Inductor needs a C++ compiler and none is on the path"))
     if settings.disable or settings.share == "never":
         return _unshared(gm, example_inputs, inner)
-    return _shared(gm, example_inputs, settings, inner, reporter)
+    return _shared(gm, describe_placeholders(gm, example_inputs), example_inputs, settings, inner, reporter)
 
 
 def _shared(
-    gm: fx.GraphModule, inputs: Sequence[Any], settings: Options, inner: Any, reporter: DeclineReporter
+    gm: fx.GraphModule,
+    placeholders: Sequence[Placeholder],
+    inputs: Sequence[Any],
+    settings: Options,
+    inner: Any,
+    reporter: DeclineReporter,
 ) -> Callable[..., Any]:
     """Plan the sharing of a graph, for inputs whose sizes are related as in this call."""
     device = next((a.device.type for a in inputs if isinstance(a, torch.Tensor)), "cpu")
@@ -65,6 +69,7 @@ def _shared(
     plan = plan_sharing(
         gm,
         inputs,
+        placeholders=placeholders,
         padding=settings.padding,
         autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         observe=observer(settings.dump),
@@ -74,8 +79,11 @@ def _shared(
             recorder().record_decline(decline.code)
         for decline in plan:
             reporter.report(decline)
-        again = functools.partial(_shared, gm, settings=settings, inner=inner, reporter=reporter)
-        return DeclinedGraph(_unshared(gm, inputs, inner), inputs, again)
+
+        def again(args: Sequence[Any]) -> Callable[..., Any]:
+            return _shared(gm, with_sizes_of(placeholders, args), args, settings, inner, reporter)
+
+        return DeclinedGraph(gm, _unshared(gm, inputs, inner), inputs, again)
     for note in plan.notes:
         logger.info("in row space: %s", note)
     return SharedGraph(gm, inputs, plan, settings, inner)
@@ -89,15 +97,20 @@ class DeclinedGraph:
     """
 
     def __init__(
-        self, original: Callable[..., Any], inputs: Sequence[Any], again: Callable[[Sequence[Any]], Callable[..., Any]]
+        self,
+        gm: fx.GraphModule,
+        original: Callable[..., Any],
+        inputs: Sequence[Any],
+        again: Callable[[Sequence[Any]], Callable[..., Any]],
     ) -> None:
         self.again = again
+        nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.free = [
             (i, d)
-            for i, value in enumerate(inputs)
+            for i, (node, value) in enumerate(zip(nodes, inputs, strict=True))
             if isinstance(value, torch.Tensor)
-            for d, size in enumerate(value.shape)
-            if isinstance(size, torch.SymInt)
+            for d in range(value.dim())
+            if _is_symbolic(node, d)
         ]
         self.planned: dict[tuple[int, ...], Callable[..., Any]] = {_equal_sizes(self.free, inputs): original}
 

@@ -77,6 +77,18 @@ def describe_placeholders(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
     return tuple(out)
 
 
+def with_sizes_of(placeholders: Sequence[Placeholder], inputs: Sequence[Any]) -> tuple[Placeholder, ...]:
+    """Return what the capture says of its placeholders, for the sizes of another call."""
+    out = []
+    for p, value in zip(placeholders, inputs, strict=True):
+        if p.role is InputRole.SYMBOL:
+            p = dataclasses.replace(p, sizes=(size_hint(value),))
+        elif isinstance(value, torch.Tensor):
+            p = dataclasses.replace(p, sizes=tuple(size_hint(s) for s in value.shape))
+        out.append(p)
+    return tuple(out)
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """Return the captured value of a size; `int()` would make Dynamo specialize on it."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

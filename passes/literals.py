@@ -149,6 +149,11 @@ class LiteralReader(fx.Interpreter):
 
     def _bound(self, n: fx.Node, args: Sequence[Any], spot: int, bound: int) -> Any:
         """A bound of `arange`, `slice`, `narrow` or `split`."""
+        if n.target is _aten.slice.Tensor and spot == 2 and bound < 0:
+            size = args[0].shape[args[1]]
+            distance = self.value(size) + bound
+            # the last T or T - 1 columns, counted from the end
+            return distance - size if isinstance(size, torch.SymInt) and 0 <= distance <= 1 else bound
         if not 1 < bound < _END:
             return bound
         rows, positions = self.value(self.rows), self.value(self.positions)
@@ -163,15 +168,14 @@ class LiteralReader(fx.Interpreter):
                     return candidate
             choices, rest = divmod(bound, rows * positions)
             return total * choices if rest == 0 else bound
-        if n.target is _aten.slice.Tensor and spot == 2:
-            size = args[0].shape[args[1]]
-            tail = len(args) < 4 or args[3] >= _END
-            # the last T rows of a table
-            return size - self.positions if tail and type(size) is int and size - bound == positions else bound
-        if n.target is _aten.slice.Tensor and spot == 3:
+        if n.target is _aten.slice.Tensor:
             size = args[0].shape[args[1]]
             if isinstance(size, torch.SymInt):
                 distance = self.value(size) - bound
-                return size - distance if 0 <= distance <= 1 else bound
-            return self.positions if bound == self.value(self.positions) and bound != int(size) else bound
+                return size - distance if spot == 3 and 0 <= distance <= 1 else bound
+            # the first or last T rows of a table; of an activation, half a head is as likely
+            is_table = not any(_expr(s).has(_expr(self.rows)) for s in args[0].shape)
+            if spot == 2 and is_table and (len(args) < 4 or args[3] >= _END) and size - bound == positions:
+                return size - self.positions
+            return self.positions if spot == 3 and is_table and bound == positions and bound != size else bound
         return bound

@@ -25,7 +25,7 @@ from torch import fx
 from branchfx.diagnostics import Code, Decline
 from branchfx.passes.canonicalize import canonicalize
 from branchfx.passes.decompose import decompose
-from branchfx.passes.fake_inputs import describe_placeholders, lowering_inputs
+from branchfx.passes.fake_inputs import Placeholder, describe_placeholders, lowering_inputs
 from branchfx.passes.inline_checkpoints import inline_checkpoints
 from branchfx.passes.ir import CapturedGraph, Data
 from branchfx.passes.key_graph import KeyGraph, build_key_graph, common_validity
@@ -76,6 +76,7 @@ def plan_sharing(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
+    placeholders: Sequence[Placeholder] | None = None,
     padding: Padding = "auto",
     autocast_dtype: torch.dtype | None = None,
     observe: Observer | None = None,
@@ -85,6 +86,8 @@ def plan_sharing(
     Args:
         gm: Dynamo's graph; it is not changed.
         example_inputs: The inputs of the first call, in placeholder order.
+        placeholders: What the capture says of them; read from the graph when None, which works only while it is
+            being compiled.
         padding: Whether padded positions may be left out; `auto` leaves them out when nothing but outputs reads them.
         autocast_dtype: The dtype that ambient autocast gives products, or None.
         observe: Called with (name, graph) before the pipeline and after each rewrite.
@@ -93,7 +96,7 @@ def plan_sharing(
         The plan, or why the graph is not shared.
     """
     see = observe or (lambda _name, _gm: None)
-    placeholders = describe_placeholders(gm, example_inputs)
+    placeholders = placeholders or describe_placeholders(gm, example_inputs)
     if not any(d for p in placeholders for d in p.sizes if p.role.value != "parameter"):
         return (Decline(Code.NO_TOKEN_INPUTS, "", "no input has a batch"),)
     try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -313,8 +314,18 @@ def find_token_input(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) ->
     return None
 
 
-def join_batch_dims(classes: Classes, placeholders: Sequence[Placeholder], token_input: Placeholder) -> None:
-    """Give inputs of the token input's static sizes its dims: this capture is only called with equal sizes."""
+def join_batch_dims(
+    classes: Classes, placeholders: Sequence[Placeholder], token_input: Placeholder, any_distance: bool = False
+) -> None:
+    """Give inputs of the token input's static sizes its dims: this capture is only called with equal sizes.
+
+    Args:
+        classes: Edited in place.
+        placeholders: Of the graph.
+        token_input: The ids.
+        any_distance: Whether a second dim of any size is taken for T less a constant, such as the columns of the
+            response; else only T and T - 1 are.
+    """
     rows, positions = (classes.get(str(d), d) for d in token_input.dims)
     for p in placeholders:
         if p.role is not InputRole.OTHER or p is token_input or not p.sizes or p.sizes[0] != token_input.sizes[0]:
@@ -325,8 +336,8 @@ def join_batch_dims(classes: Classes, placeholders: Sequence[Placeholder], token
             classes[str(p.dims[0])] = rows
         if len(p.sizes) > 1 and free[1] and isinstance(positions, str):
             distance = p.sizes[1] - token_input.sizes[1]
-            if distance in (-1, 0):
-                # labels and old log-probabilities often start one token later
+            # labels and old log-probabilities often start one token later
+            if distance in (-1, 0) or any_distance:
                 classes[str(p.dims[1])] = (positions, distance) if distance else positions
 
 
@@ -335,6 +346,31 @@ def _symbol(size: Any) -> sympy.Symbol | None:
         return None
     expr = size.node.expr
     return expr if isinstance(expr, sympy.Symbol) else None
+
+
+def _guess(
+    gm: fx.GraphModule, placeholders: Sequence[Placeholder], token_input: Placeholder, any_distance: bool = False
+) -> FakeInputs:
+    """Read the literals off the shapes around them, and prove it."""
+    classes = _own_classes(placeholders)
+    join_batch_dims(classes, placeholders, token_input, any_distance)
+    replace_literals(gm, placeholders, classes, guess_literals(gm, placeholders, classes, token_input))
+    return prove_polymorphic(gm, placeholders, classes)
+
+
+def _unified(gm: fx.GraphModule, placeholders: Sequence[Placeholder], token_input: Placeholder) -> FakeInputs:
+    """Unify the literals by the guards of the graph, and prove it."""
+    try:
+        classes, literals = unify_literals(gm, placeholders)
+    except _RUN_ERRORS as error:
+        raise NotSymbolicError(_first_line(error)) from error
+    join_batch_dims(classes, placeholders, token_input)
+    replace_literals(gm, placeholders, classes, literals)
+    return prove_polymorphic(gm, placeholders, classes)
+
+
+def _own_classes(placeholders: Sequence[Placeholder]) -> Classes:
+    return {d: d for p in placeholders for d in p.dims if isinstance(d, str)}
 
 
 def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> CapturedGraph | None:
@@ -358,24 +394,17 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
     if token_input.sizes[0] == 1:
         raise OneRowError(f"the batch size of {token_input.name} is fixed to 1")
     with tracing(None), _disable_current_modes():
-        classes: Classes = {d: d for p in placeholders for d in p.dims if isinstance(d, str)}
-        join_batch_dims(classes, placeholders, token_input)
-        try:
-            literals = guess_literals(gm, placeholders, classes, token_input)
-            replaced = copy.deepcopy(gm.graph)
-            replace_literals(gm, placeholders, classes, literals)
-            inputs = prove_polymorphic(gm, placeholders, classes)
-        except NotSymbolicError as guess:
-            logger.debug("reading literals off shapes failed (%s); unifying them", guess)
-            if "replaced" in locals():
-                gm.graph = replaced
+        captured, failures = copy.deepcopy(gm.graph), []
+        for attempt in (_guess, functools.partial(_guess, any_distance=True), _unified):
             try:
-                classes, literals = unify_literals(gm, placeholders)
-            except _RUN_ERRORS as error:
-                raise NotSymbolicError(f"{guess}; then {_first_line(error)}") from error
-            join_batch_dims(classes, placeholders, token_input)
-            replace_literals(gm, placeholders, classes, literals)
-            inputs = prove_polymorphic(gm, placeholders, classes)
+                inputs = attempt(gm, placeholders, token_input)
+                break
+            except NotSymbolicError as error:
+                logger.debug("an attempt failed: %s", error)
+                failures.append(str(error))
+                gm.graph = copy.deepcopy(captured)
+        else:
+            raise NotSymbolicError("; then ".join(dict.fromkeys(failures)))
     value = next(n for n in gm.graph.nodes if n.name == token_input.name).meta["val"]
     rows, positions = axes = tuple(_symbol(s) for s in value.shape)
     if rows is None or positions is None:

@@ -17,7 +17,8 @@ _TRUE_WORDS = ("1", "true", "yes", "on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    # parallel runs of the suite have a core each
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
     if _is_accepting() and os.environ.get("CI"):
         raise pytest.UsageError("BRANCHFX_ACCEPT=1 rewrites golden texts and is forbidden where CI is set")
 

@@ -115,7 +115,6 @@ def test_pad_id_inside_the_prompt(padding: batches.Padding) -> None:
     assert report.unique_tokens == batch.unique_tokens
 
 
-@pytest.mark.xfail(strict=True, reason="an input of T - 3 columns is not unified with the batch: declined (BFX003)")
 def test_response_mask_is_not_validity() -> None:
     """9: tokens outside the loss (a tool's output) still are the past of later tokens."""
     ids = torch.tensor([[1, 2, 3, 10, 11, 12, 13, 14], [1, 2, 3, 10, 11, 20, 21, 14]])
