@@ -143,7 +143,9 @@ def _gather(node: fx.Node, ctx: RuleContext) -> Layout:
     x, index = ctx.layout(node.args[0]), ctx.layout(node.args[2])
     d = int(node.args[1]) % len(x.dims)  # type: ignore[arg-type]
     require_constant(x.dims[d], "a gather")
-    require_constant(index.dims[d], "a gather")
+    if x.data is not Data.NONE:
+        # of a table, each position may read its own entry
+        require_constant(index.dims[d], "a gather")
     for i, (a, b) in enumerate(zip(x.dims, index.dims, strict=True)):
         if i != d and a != b:
             raise Refusal(Code.RECURRENCE, "a gather reads labels of other positions")
@@ -285,7 +287,13 @@ RULES = (
     OpRule(
         (_aten.gather.default,),
         _gather,
-        samples=(Sample(lambda x, i: x.gather(-1, i % 8), ("token[B, T, 8]", "token[B, T, 1]:int"), "token[B, T, 1]"),),
+        samples=(
+            Sample(lambda x, i: x.gather(-1, i % 8), ("token[B, T, 8]", "token[B, T, 1]:int"), "token[B, T, 1]"),
+            Sample(
+                lambda x, i: x.expand(i.shape[0], -1).gather(1, i % 8), ("none[8]", "token[B, T]:int"), "token[B, T]"
+            ),
+            Sample(lambda x, i: x.gather(1, i % 2), ("token[B, T]", "token[B, T]:int"), "BFX011"),
+        ),
     ),
     OpRule(
         (_aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.scatter.reduce),

@@ -36,7 +36,7 @@ abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan ta
 atanh sigmoid silu relu relu6 gelu mish softplus elu selu celu leaky_relu hardtanh hardswish hardsigmoid log_sigmoid
 softsign logit erf erfc erfinv floor ceil round round.decimals trunc frac sign sgn logical_not bitwise_not isnan isinf
 isfinite square clone contiguous detach alias positive nan_to_num zeros_like ones_like full_like
-lift_fresh_copy lift_fresh deg2rad threshold digamma lgamma sinc
+lift_fresh_copy lift_fresh deg2rad threshold digamma lgamma sinc angle real imag conj _conj resolve_conj resolve_neg
 """
 _BINARY = """
 add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Tensor mul.Scalar div.Tensor div.Scalar
@@ -46,7 +46,8 @@ atan2 copysign.Tensor hypot eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt
 gt.Scalar ge.Tensor ge.Scalar logical_and logical_or logical_xor bitwise_and.Tensor bitwise_and.Scalar
 bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor
 bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar __and__.Tensor __or__.Tensor __xor__.Tensor
-__and__.Scalar __or__.Scalar logaddexp logaddexp2 xlogy.Tensor special_xlog1py copy heaviside prelu
+__and__.Scalar __or__.Scalar logaddexp logaddexp2 xlogy.Tensor special_xlog1py copy polar complex min.other
+max.other heaviside prelu
 """
 _OTHER = """
 where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor clamp clamp.Tensor

@@ -136,6 +136,15 @@ def _flip_roll(node: fx.Node, ctx: RuleContext) -> Layout:
     return x
 
 
+def _complex_pair(node: fx.Node, ctx: RuleContext) -> Layout:
+    """Real and imaginary part are the last dim of the real view."""
+    x = ctx.layout(node.args[0])
+    if node.target is _aten.view_as_real.default:
+        return Layout((*x.dims, (Size(2),)), x.data)
+    require_constant(x.dims[-1], "a complex view")
+    return Layout(x.dims[:-1], x.data)
+
+
 RULES = (
     OpRule(
         (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.unflatten.int),
@@ -188,6 +197,14 @@ RULES = (
         (_aten.repeat_interleave.self_int,),
         _repeat_interleave,
         samples=(Sample(lambda x: x.repeat_interleave(2, 2), ("token[B, T, 8]",), "token[B, T, 16]"),),
+    ),
+    OpRule(
+        (_aten.view_as_complex.default, _aten.view_as_real.default),
+        _complex_pair,
+        samples=(
+            Sample(torch.view_as_complex, ("token[B, T, 4, 2]",), "token[B, T, 4]"),
+            Sample(lambda x: torch.view_as_real(torch.polar(x.abs(), x)), ("token[B, T, 8]",), "token[B, T, 8, 2]"),
+        ),
     ),
     OpRule(
         (_aten.flip.default, _aten.roll.default),
