@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import sys
 import warnings
 from typing import Any
@@ -38,33 +40,48 @@ def examine(name: str, backend: str) -> tuple[str, str]:
     except Exception as error:
         return "not captured", _text(error)
     distance = max(measure.relative(actual, expected), _worst(grads, expected_grads))
-    graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return _judge(distance, graphs, backend)
-
-
-def _judge(distance: float, graphs: int, backend: str) -> tuple[str, str]:
-    """Return the outcome of a call that ran."""
+    figure = f"{distance:.1e}"
     if not distance <= _TOLERANCE:
-        return "WRONG", f"{distance:.1e}"
+        exact, exact_grads = _float64_step(model, ids)
+        own = max(measure.relative(expected.double(), exact), _worst(expected_grads, exact_grads))
+        ours = max(measure.relative(actual.double(), exact), _worst(grads, exact_grads))
+        figure += f" (from float64: {ours:.1e}, the unmodified model {own:.1e})"
+        if not ours <= 2 * own:
+            return "WRONG", figure
+    graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return _judge(figure, graphs, backend)
+
+
+def _judge(figure: str, graphs: int, backend: str) -> tuple[str, str]:
+    """Return the outcome of a call that ran and is right."""
     if graphs != 1:
         breaks = torch._dynamo.utils.counters["graph_break"]
-        return "not captured", f"{graphs} graphs ({distance:.1e}): {_line(next(iter(breaks), ''))}"
+        return "not captured", f"{graphs} graphs ({figure}): {_line(next(iter(breaks), ''))}"
     if backend != "branchreplay":
-        return "shared", f"{distance:.1e} ({backend})"
+        return "shared", f"{figure} ({backend})"
     import branchfx
 
     stats = branchfx.stats()
     if stats.calls_shared and stats.last.unique_tokens < stats.last.tokens:
-        return "shared", f"{distance:.1e}"
-    return "declined", _decline_reason() or ", ".join([*stats.graphs_declined, *stats.calls_declined]) or "no reason"
+        return "shared", figure
+    return "declined", "; ".join(_REASONS) or ", ".join(stats.calls_declined) or "no reason"
 
 
-def _decline_reason() -> str:
-    """Return the codes and reasons that `explain` gives for the last graphs, where it keeps them."""
-    import branchfx
+_REASONS: list[str] = []
+"""Codes and reasons of the declines that were reported, in order."""
 
-    declines = getattr(branchfx.stats(), "declines", ())
-    return "; ".join(_line(f"{d.code}: {d.reason}") for d in declines)
+
+class _KeepReasons(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        lines = record.getMessage().splitlines()
+        if lines[0].startswith("[BFX"):
+            _REASONS.append(_line(lines[0]))
+
+
+def _float64_step(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return what the unmodified model gives in float64."""
+    model = copy.deepcopy(model).double()
+    return _step(model, model, ids)
 
 
 def _shared_batch() -> torch.Tensor:
@@ -108,5 +125,7 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    logging.getLogger("branchfx").setLevel(logging.INFO)
+    logging.getLogger("branchfx").addHandler(_KeepReasons())
     result = examine(sys.argv[1], sys.argv[2])
     sys.stdout.write(f"\n{json.dumps(result)}\n")

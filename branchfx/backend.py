@@ -19,7 +19,15 @@ from branchfx.options import Options
 from branchfx.passes.fake_inputs import Placeholder, describe_placeholders, size_hint, with_sizes_of
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.choose import worth_sharing
-from branchfx.runtime.packed import batch_size, build_tree, dynamic_dims, fits, has_masked_query, tree_arguments
+from branchfx.runtime.packed import (
+    MaskBuffers,
+    batch_size,
+    build_tree,
+    dynamic_dims,
+    fits,
+    has_masked_query,
+    tree_arguments,
+)
 from branchfx.runtime.verify import check_outputs
 
 logger = logging.getLogger("branchfx.backend")
@@ -152,6 +160,7 @@ class SharedGraph:
         self.verified = False
         self.plan = plan
         self.options = options
+        self.buffers = MaskBuffers(plan)
         count = recorder().record_compile
         dims = dynamic_dims(plan, example_inputs)
         self.packed = CompiledGraph(plan.packed.gm, dims, inner, lambda: count("packed"))
@@ -167,7 +176,7 @@ class SharedGraph:
         rows, columns = batch_size(plan, args)
         if rows < 2 or columns < 1:
             return self._original(args, rows, columns, rows * columns, Code.ONE_ROW if rows else Code.EMPTY_BATCH)
-        if not fits(plan, args):
+        if not fits(plan, args) or not self.buffers.unchanged(args):
             return self._original(args, rows, columns, rows * columns, Code.BAD_INPUT)
         shared_length = 16 if options.min_shared_tokens is None else options.min_shared_tokens
         tree, valid = build_tree(plan, args, shared_length)

@@ -228,3 +228,8 @@ def softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
 
 torch.library.define(f"{NAMESPACE}::softmax_with_sink", "(Tensor scores, Tensor sink) -> Tensor")
 torch.library.impl(f"{NAMESPACE}::softmax_with_sink", "CompositeImplicitAutograd", softmax_with_sink)
+
+# stands for an elementwise autograd.Function while a graph is rewritten; it is never run
+torch.library.define(f"{NAMESPACE}::custom_function", "(Tensor[] inputs, int number) -> Tensor")
+torch.library.register_fake(f"{NAMESPACE}::custom_function", lambda inputs, number: torch.empty_like(inputs[0]))
+CUSTOM_FUNCTION = torch.ops.branchfx.custom_function.default

@@ -185,7 +185,7 @@ class CapturedGraph:
         rows: The symbol B.
         positions: The symbol T.
         bindings: For each free symbol, the (input index, dim) that gives its value; dim -1 is a SymInt input.
-        autocast_dtype: The dtype that ambient autocast gave attention inputs when the graph was captured.
+        tables: Mask buffers that hold a triangle or band: placeholder name to the band (see `tables`).
     """
 
     gm: fx.GraphModule
@@ -193,6 +193,7 @@ class CapturedGraph:
     rows: sympy.Symbol
     positions: sympy.Symbol
     bindings: Mapping[sympy.Symbol, tuple[int, int]]
+    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

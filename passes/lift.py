@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from branchfx.passes.ir import BASE, Data, Dim, Layout, Position, Row, Size
 from branchfx.passes.lift_rules import HANDLERS, STRUCTURAL
@@ -29,8 +30,11 @@ _CONTRACTIONS = frozenset((_aten.matmul.default, _aten.bmm.default, _aten.baddbm
 class Lifter:
     """Lifts nodes; remembers which symbol stands for which node, and which contraction is the dot product."""
 
-    def __init__(self, layouts: Mapping[str, Layout | tuple[Layout, ...]]) -> None:
+    def __init__(
+        self, layouts: Mapping[str, Layout | tuple[Layout, ...]], tables: Mapping[str, int] | None = None
+    ) -> None:
         self.layouts = layouts
+        self.tables = tables or {}
         self.atoms: dict[sympy.Symbol, tuple[fx.Node, str]] = {}
         self.dots: dict[sympy.Symbol, fx.Node] = {}
         self.finite_masking = False
@@ -62,6 +66,12 @@ class Lifter:
         layout = self.layout(node)
         if layout.data is Data.ROW:
             raise Unliftable(node.name)
+        if node.name in self.tables:
+            (row,), (column,) = index[-2:]
+            return Lifted(sympy.And(row >= column, row - column < self.tables[node.name]))
+        constant = _scalar_constant(node)
+        if constant is not None:
+            return Lifted(constant)
         structural = STRUCTURAL.get(node.target)
         if structural is not None:
             try:
@@ -98,7 +108,7 @@ class Lifter:
                     if expr not in (QUERY, KEY):
                         raise Unliftable(f"{node.name} at position {expr}")
                     side = "q" if expr == QUERY else "k"
-                if isinstance(factor, Size) and not expr.is_Symbol:
+                if isinstance(factor, Size) and (not expr.is_Symbol or expr in (ROW, QUERY, KEY)):
                     raise Unliftable(f"{node.name} at index {expr}")
         if layout.is_replicated and layout.factors == () and not side:
             side = "c"
@@ -130,6 +140,16 @@ class Lifter:
         """Lift a broadcast argument."""
         arg = node.args[argument]
         return self.lift(arg, self.broadcast(arg, index))
+
+
+def _scalar_constant(node: fx.Node) -> sympy.Expr | None:
+    """Return the value of a 0-dim tensor that the graph holds, such as the number that masks."""
+    if node.op != "get_attr" or not isinstance(node.target, str):
+        return None
+    held = getattr(node.graph.owning_module, node.target, None)
+    if not isinstance(held, torch.Tensor) or isinstance(held, (torch.nn.Parameter, FakeTensor)) or held.dim() != 0:
+        return None
+    return sympy.sympify(held.item())
 
 
 def index_of(layout: Layout, heads: bool = True) -> Index:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,25 @@ def _expr(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """How literals are read that their surroundings leave open; a wrong reading does not run.
+
+    Attributes:
+        any_distance: A second dim of an input is T less a constant, such as the columns of the response.
+        merged_rows: A first size that is a multiple of B holds B, such as B * heads.
+        repeats_rows: As many copies as there are rows are one a row; else they may be one an expert.
+    """
+
+    any_distance: bool = False
+    merged_rows: bool = False
+    repeats_rows: bool = True
+
+
+READINGS = (Reading(), Reading(any_distance=True), Reading(merged_rows=True), Reading(repeats_rows=False))
+"""In the order in which they are tried."""
+
+
 class LiteralReader(fx.Interpreter):
     """Runs a graph on fake tensors of symbolic sizes, and gives each literal the size that it stands for.
 
@@ -31,6 +51,7 @@ class LiteralReader(fx.Interpreter):
         real: Mapping[sympy.Symbol, int],
         batch: Sequence[torch.SymInt],
         shape_taking: Mapping[Any, tuple[int, ...]],
+        reading: Reading = Reading(),
     ) -> None:
         """Prepare a run.
 
@@ -39,11 +60,13 @@ class LiteralReader(fx.Interpreter):
             real: The captured value of every free size.
             batch: B and T as SymInts.
             shape_taking: Operators that take sizes, and the arguments that hold them.
+            reading: What decides where the shapes do not.
         """
         super().__init__(gm)
         self.real = real
         self.rows, self.positions = batch
         self.shape_taking = shape_taking
+        self.reading = reading
         self.literals: dict[tuple[str, int, int], sympy.Expr] = {}
 
     def value(self, size: Any) -> int:
@@ -84,7 +107,8 @@ class LiteralReader(fx.Interpreter):
                 for d, (old, size) in enumerate(zip(source, sizes, strict=True))
             ]
         if n.target in (_aten.split_with_sizes.default, _aten.unflatten.int, _aten.repeat.default):
-            return [self._free(s, d) if n.target is _aten.repeat.default and d == 0 else s for d, s in enumerate(sizes)]
+            copies = n.target is _aten.repeat.default and self.reading.repeats_rows
+            return [self._free(s, d) if copies and d == 0 else s for d, s in enumerate(sizes)]
         return [self._free(size, d) for d, size in enumerate(sizes)]
 
     def _free(self, size: Any, dim: int) -> Any:
@@ -97,7 +121,11 @@ class LiteralReader(fx.Interpreter):
             # in a later dim a size equal to B is a number of heads at least as often
             if size == self.value(candidate) and (candidate is not self.rows or dim == 0):
                 return candidate
-        return self.rows * self.positions if size == rows * positions else size
+        if size == rows * positions:
+            return self.rows * self.positions
+        if self.reading.merged_rows and dim == 0 and size % rows == 0:
+            return self.rows * (size // rows)
+        return size
 
     def _view(self, source: list[Any], sizes: list[Any]) -> list[Any]:
         """Group the source dims from both ends up to the inferred dim."""

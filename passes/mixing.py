@@ -68,9 +68,9 @@ class MixingSiteAnalysis:
                 continue
             try:
                 if node.target is _aten.scaled_dot_product_attention.default:
-                    sites[node.name] = _Builder(layouts, trainable).fused(node)
+                    sites[node.name] = _Builder(layouts, trainable, graph.tables).fused(node)
                 elif node.target in _PRODUCTS and _is_value_product(node, layouts):
-                    sites[node.name] = _Builder(layouts, trainable).spelled_out(node)
+                    sites[node.name] = _Builder(layouts, trainable, graph.tables).spelled_out(node)
             except Unliftable as error:
                 declines[node.name] = decline_at(node, Code.UNSUPPORTED_MASK, f"cannot express {error} at one (q, k)")
             except _NotCausal as error:
@@ -102,10 +102,10 @@ def _is_value_product(node: fx.Node, layouts: TokenLayouts) -> bool:
 class _Builder:
     """Builds one site."""
 
-    def __init__(self, layouts: TokenLayouts, trainable: frozenset[str]) -> None:
+    def __init__(self, layouts: TokenLayouts, trainable: frozenset[str], tables: Mapping[str, int]) -> None:
         self.layouts = layouts
         self.trainable = trainable
-        self.lifter = Lifter(layouts.of)
+        self.lifter = Lifter(layouts.of, tables)
 
     def fused(self, node: fx.Node) -> AttentionSite:
         """Build the site of `scaled_dot_product_attention`."""

@@ -231,7 +231,11 @@ class _Writer(SiteWriter):
             lead = len(here.dims) - len(source.dims)
             full = self.sizes(here, window, infer=False)
             args[1] = [
-                full[i] if i < lead or source.dims[i - lead] == () else count
+                full[i]
+                if i < lead or source.dims[i - lead] == ()
+                else 1
+                if Row() in here.dims[i] and Row() not in source.dims[i - lead]
+                else count
                 for i, count in enumerate(node.args[1])  # type: ignore[arg-type]
             ]
         return tuple(args), kwargs  # type: ignore[return-value]

@@ -1,9 +1,9 @@
 """The pipeline, in order: this file is the table of contents of `passes/`.
 
-  0 specialize_floats, inline_checkpoints   a graph without operators that hold graphs
+  0 specialize_floats, inline_checkpoints, custom_functions   a graph without operators that hold graphs
   1 lower, decompose, symbolize, canonicalize   a functional ATen graph, polymorphic in B and T
   2 layout                           which dims are rows and positions; what is prefix-causal
-  3 lift, predicate                  dense masks and scores as expressions at one (q, k)
+  3 tables, lift, predicate          dense masks and scores as expressions at one (q, k)
   4 mixing                           attention sites, proven causal
   5 placement                        what runs packed: a minimum cut
   6 pack_graph                       the rewrite
@@ -24,6 +24,7 @@ from torch import fx
 
 from branchfx.diagnostics import Code, Decline
 from branchfx.passes.canonicalize import canonicalize
+from branchfx.passes.custom_functions import outline_custom_functions, restore_custom_functions
 from branchfx.passes.decompose import decompose
 from branchfx.passes.fake_inputs import Placeholder, describe_placeholders, lowering_inputs
 from branchfx.passes.inline_checkpoints import inline_checkpoints
@@ -37,6 +38,7 @@ from branchfx.passes.placement import Placement, PlacementAnalysis
 from branchfx.passes.rules import build_rules
 from branchfx.passes.specialize_floats import specialize_floats
 from branchfx.passes.symbolize import NotSymbolicError, OneRowError, symbolize
+from branchfx.passes.tables import causal_tables
 
 Padding = Literal["auto", "skip", "exact"]
 _LOWERING_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, KeyError, IndexError)
@@ -101,7 +103,8 @@ def plan_sharing(
         return (Decline(Code.NO_TOKEN_INPUTS, "", "no input has a batch"),)
     try:
         constant, constants = specialize_floats(gm, example_inputs)
-        lowered = lower_to_aten(inline_checkpoints(constant), lowering_inputs(placeholders))
+        outlined, functions = outline_custom_functions(inline_checkpoints(constant))
+        lowered = lower_to_aten(outlined, lowering_inputs(placeholders))
     except CustomBackwardError as error:
         return (
             decline_at(
@@ -122,6 +125,7 @@ def plan_sharing(
         return (Decline(Code.SHAPE_NOT_UNIFIED, "", str(error)),)
     if captured is None:
         return (Decline(Code.NO_TOKEN_INPUTS, "", "no input of token ids [B, T] reaches an embedding"),)
+    captured = dataclasses.replace(captured, tables=causal_tables(captured, example_inputs))
     canonicalize(captured.gm)
     see("2_symbolized", captured.gm)
     rules = build_rules()
@@ -134,6 +138,7 @@ def plan_sharing(
     common = common_validity(sites)
     skips = common is not None and (padding == "skip" or (padding == "auto" and not placement.escapes))
     packed = PackTokens(rules, autocast_dtype, skips).run(captured, layouts, sites, placement)
+    restore_custom_functions(packed.gm, functions)
     see("3_packed", packed.gm)
     key = build_key_graph(captured, layouts, sites, placement, skips)
     notes = tuple(d for name, d in layouts.refusals.items() if name in placement.live)

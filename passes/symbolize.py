@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from branchfx.passes.fake_inputs import DimKey, FakeInputs, Placeholder
 from branchfx.passes.ir import CapturedGraph, InputRole, InputSpec
-from branchfx.passes.literals import LiteralReader
+from branchfx.passes.literals import READINGS, LiteralReader, Reading
 
 logger = logging.getLogger("branchfx.symbolize")
 
@@ -242,7 +242,11 @@ def _prime(real: int, taken: set[int]) -> int:
 
 
 def guess_literals(
-    gm: fx.GraphModule, placeholders: Sequence[Placeholder], classes: Classes, token_input: Placeholder
+    gm: fx.GraphModule,
+    placeholders: Sequence[Placeholder],
+    classes: Classes,
+    token_input: Placeholder,
+    reading: Reading = READINGS[0],
 ) -> Literals:
     """Read each literal off the symbolic shapes around it, in a run with sizes that equal nothing else.
 
@@ -254,7 +258,7 @@ def guess_literals(
     keys = [classes.get(str(d), d) for d in token_input.dims]
     if not all(isinstance(k, str) and k in inputs.symbol for k in keys):
         raise NotSymbolicError(f"the batch size or length of {token_input.name} is fixed")
-    reader = LiteralReader(gm, inputs.real, [inputs.symint[str(k)] for k in keys], SHAPE_TAKING)
+    reader = LiteralReader(gm, inputs.real, [inputs.symint[str(k)] for k in keys], SHAPE_TAKING, reading)
     try:
         with enable_python_dispatcher(), inputs.mode:
             reader.run(*values)
@@ -349,12 +353,12 @@ def _symbol(size: Any) -> sympy.Symbol | None:
 
 
 def _guess(
-    gm: fx.GraphModule, placeholders: Sequence[Placeholder], token_input: Placeholder, any_distance: bool = False
+    gm: fx.GraphModule, placeholders: Sequence[Placeholder], token_input: Placeholder, reading: Reading
 ) -> FakeInputs:
     """Read the literals off the shapes around them, and prove it."""
     classes = _own_classes(placeholders)
-    join_batch_dims(classes, placeholders, token_input, any_distance)
-    replace_literals(gm, placeholders, classes, guess_literals(gm, placeholders, classes, token_input))
+    join_batch_dims(classes, placeholders, token_input, reading.any_distance)
+    replace_literals(gm, placeholders, classes, guess_literals(gm, placeholders, classes, token_input, reading))
     return prove_polymorphic(gm, placeholders, classes)
 
 
@@ -395,7 +399,7 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
         raise OneRowError(f"the batch size of {token_input.name} is fixed to 1")
     with tracing(None), _disable_current_modes():
         captured, failures = copy.deepcopy(gm.graph), []
-        for attempt in (_guess, functools.partial(_guess, any_distance=True), _unified):
+        for attempt in (*(functools.partial(_guess, reading=r) for r in READINGS), _unified):
             try:
                 inputs = attempt(gm, placeholders, token_input)
                 break

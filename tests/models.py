@@ -71,6 +71,16 @@ _FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family("gemma3_text", _WINDOWS | {"query_pre_attn_scalar": 12}),
     "gpt2": Family("gpt2", _OLD_NAMES | {"n_inner": 80}),
+    "gpt_neo": Family(
+        "gpt_neo",
+        {
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": WINDOW,
+            "embed_dropout": 0.0,
+            "resid_dropout": 0.0,
+        },
+        ("eager",),
+    ),
     "gpt_neox": Family("gpt_neox", {"hidden_dropout": 0.0, "rotary_pct": 0.5}),
     "phi3": Family("phi3", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "sliding_window": WINDOW}),
     "olmo2": Family("olmo2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from branchfx.passes.ir import InputRole, Window
 from branchfx.passes.pipeline import SharingPlan
 from branchfx.passes.rules.registry import shape_of
+from branchfx.passes.tables import holds_band
 from branchfx.token_tree import TokenSubset, TokenTree, build_token_tree
 
 
@@ -63,6 +65,30 @@ def fits(plan: SharingPlan, args: Sequence[Any]) -> bool:
             if expected.subs(sizes) != actual:
                 return False
     return True
+
+
+class MaskBuffers:
+    """Checks that the mask buffers of a plan hold what they held when it was made."""
+
+    def __init__(self, plan: SharingPlan) -> None:
+        names = [spec.name for spec in plan.captured.inputs]
+        self.bands = {names.index(name): band for name, band in plan.captured.tables.items()}
+        self.seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def unchanged(self, args: Sequence[Any]) -> bool:
+        """Whether each is the tensor that was last looked at, or holds the same."""
+        return all(self._holds(index, band, args[index]) for index, band in self.bands.items())
+
+    def _holds(self, index: int, band: int, value: Tensor) -> bool:
+        # a tensor of inference mode counts no versions
+        version = -1 if value.is_inference() else value._version
+        known, at = self.seen.get(index, (None, -1))
+        if known is not None and known() is value and at == version >= 0:
+            return True
+        if not holds_band(value, band):
+            return False
+        self.seen[index] = (weakref.ref(value), version)
+        return True
 
 
 def has_masked_query(plan: SharingPlan, valid: Tensor | None) -> bool:

@@ -15,4 +15,4 @@ def all_rules() -> tuple[OpRule, ...]:
 
 def build_rules() -> RuleTable:
     """Return the table of all rules, keyed by operator overload."""
-    return table_of((*all_rules(), *routing.library_rules()))
+    return table_of((*all_rules(), pointwise.CUSTOM, *routing.library_rules()))

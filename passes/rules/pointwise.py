@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from branchfx.ops import CUSTOM_FUNCTION
 from branchfx.passes.ir import Layout
 from branchfx.passes.rules.registry import OpRule, RuleContext, Sample, broadcast_dims, join_data
 
@@ -52,11 +53,14 @@ max.other heaviside prelu
 _OTHER = """
 where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor clamp clamp.Tensor
 clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor clip lerp.Tensor lerp.Scalar addcmul addcdiv
-type_as expand_as to.other
+expand_as
 """
 _FIRST = """
-_to_copy to.dtype to.device to.dtype_layout contiguous _assert_tensor_metadata
+_to_copy to.dtype to.device to.dtype_layout to.other type_as contiguous _assert_tensor_metadata
 """
+
+CUSTOM = OpRule((CUSTOM_FUNCTION,), pointwise_layout)
+"""An `autograd.Function` that `passes.custom_functions` found to be elementwise."""
 
 RULES = (
     OpRule(

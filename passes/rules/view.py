@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from branchfx.diagnostics import Code
-from branchfx.passes.ir import Dim, Factor, Layout, Size
+from branchfx.passes.ir import Dim, Factor, Layout, Row, Size
 from branchfx.passes.rules.registry import OpRule, Refusal, RuleContext, Sample, require_constant
 
 _aten = torch.ops.aten
@@ -109,7 +109,9 @@ def _repeat(node: fx.Node, ctx: RuleContext) -> Layout:
             dims.append(old)
         else:
             require_constant(old, "repeat")
-            dims.append((Size(int(size)),))
+            tiles = sympy.cancel(size / ctx.dim_size(old))
+            # one copy a row, the rows outermost
+            dims.append((Row(), *old) if tiles == ctx.rows else (Size(int(size)),))
     return Layout(tuple(dims), x.data)
 
 
@@ -191,7 +193,14 @@ RULES = (
     OpRule(
         (_aten.repeat.default,),
         _repeat,
-        samples=(Sample(lambda x: x.repeat(1, 1, 2), ("token[B, T, 8]",), "token[B, T, 16]"),),
+        samples=(
+            Sample(lambda x: x.repeat(1, 1, 2), ("token[B, T, 8]",), "token[B, T, 16]"),
+            Sample(
+                lambda x, y: x.repeat(y.shape[0], 1).view(y.shape[0], 1, 4) + y,
+                ("none[4, 1]", "token[B, T, 4]"),
+                "token[B, T, 4]",
+            ),
+        ),
     ),
     OpRule(
         (_aten.repeat_interleave.self_int,),

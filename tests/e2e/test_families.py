@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+import branchfx
 from tests import batches, models
 from tests.exactness import compare, compile_for_test
 
 # several prompts, depth 4, a row that ends where others go on, a duplicate, a window's worth of shared tokens
 _RIGHT = batches.tree([(9, [(3, [4, (2, [5, 0, 0])]), 7]), (3, [2, 2])], padding="right", shuffle=True)
 _LEFT = batches.tree([(8, [(4, [3, 5]), 1]), (2, [6, 4])], seed=1, padding="left", shuffle=True)
-# bloom's activation is a torch.autograd.Function, whose backward ATen does not show: declined, see below
-_SHARED = tuple(name for name in models.FAMILIES if name != "bloom")
 _DECLINED = {
     "mpt": "with automatic-dynamic shapes its bias table is cut at max(0, max_seq_len - T): declined (BFX010)",
     "falcon_alibi": "adds ALiBi to a mask by comparing masked values: declined (BFX007)",
@@ -28,7 +30,7 @@ _SITES = [
         if name in _DECLINED
         else [],
     )
-    for name in _SHARED + tuple(models.VARIANTS)
+    for name in (*models.FAMILIES, *models.VARIANTS)
     for attn in models.attentions(name)
 ]
 
@@ -48,15 +50,35 @@ def test_float32(name: str, attn: str) -> None:
         compare(model, batch, compiled=compiled)
 
 
+class _Softened(torch.autograd.Function):
+    """Has a backward that is not its forward's derivative, and that reads the whole last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad - grad.mean(-1, keepdim=True) * x.sign()
+
+
+class _SoftenedReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Softened.apply(x)
+
+
 def test_custom_backward_declines() -> None:
     """A function with a backward of its own is never replaced by the derivative of its forward."""
-    model = models.build("bloom")
+    model = models.build("llama")
+    model.model.layers[0].mlp.act_fn = _SoftenedReLU()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="BFX002"):
         compile_for_test(model)(**_RIGHT.kwargs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _SHARED)
+@pytest.mark.parametrize("name", models.FAMILIES)
 def test_bfloat16(name: str) -> None:
     """In bfloat16 the distance to float64 is at most twice the unmodified model's."""
     # two experts that tie in bfloat16 may swap in either run: every expert is chosen, so that none can
@@ -81,3 +103,16 @@ def test_batched_experts(name: str) -> None:
 def test_inductor(name: str) -> None:
     """The default inner compiler gives the same numbers."""
     compare(models.build(name), _RIGHT, backend_options={"inner": "inductor"})
+
+
+def test_changed_mask_buffer() -> None:
+    """A mask that the model keeps in a buffer is read anew when it changes."""
+    model = models.build("gpt_neo")
+    compiled = compile_for_test(model, fallback="silent")
+    compare(model, _RIGHT, compiled=compiled, float64=False)
+    shared = branchfx.stats().calls_shared
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.attention.bias[..., 2, 1] = False
+        torch.testing.assert_close(compiled(**_RIGHT.kwargs).logits, model(**_RIGHT.kwargs).logits)
+    assert branchfx.stats().calls_shared == shared
