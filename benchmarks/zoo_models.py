@@ -76,11 +76,11 @@ NOT_ATTENTION_ONLY: dict[str, str] = {
     **dict.fromkeys(("bailing_hybrid", "minimax", "recurrent_gemma", "kimi_linear", "olmo_hybrid"), "recurrence"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"), "recurrence"),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "recurrence"),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "convolution"),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "zaya"), "convolution"),
     **dict.fromkeys(("reformer",), "hashed buckets over the whole row"),
     **dict.fromkeys(("xlm", "xlnet"), "bidirectional by default"),
     **dict.fromkeys(("blt",), "patches of bytes"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "top-k over the past"),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "hy_v4"), "top-k over the past"),
 }
 
 

