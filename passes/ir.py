@@ -185,6 +185,7 @@ class CapturedGraph:
         rows: The symbol B.
         positions: The symbol T.
         bindings: For each free symbol, the (input index, dim) that gives its value; dim -1 is a SymInt input.
+        assumed: Relations between sizes that must hold in a call, such as T <= 2048.
         tables: Mask buffers that hold a triangle or band: placeholder name to the band (see `tables`).
     """
 
@@ -193,6 +194,7 @@ class CapturedGraph:
     rows: sympy.Symbol
     positions: sympy.Symbol
     bindings: Mapping[sympy.Symbol, tuple[int, int]]
+    assumed: tuple[sympy.Basic, ...] = ()
     tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 

@@ -33,6 +33,7 @@ from torch._guards import tracing
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from branchfx.passes.extremes import assumed_relations, settle_extremes
 from branchfx.passes.fake_inputs import DimKey, FakeInputs, Placeholder
 from branchfx.passes.ir import CapturedGraph, InputRole, InputSpec
 from branchfx.passes.literals import READINGS, LiteralReader, Reading
@@ -398,6 +399,7 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
     if token_input.sizes[0] == 1:
         raise OneRowError(f"the batch size of {token_input.name} is fixed to 1")
     with tracing(None), _disable_current_modes():
+        extremes = settle_extremes(gm)
         captured, failures = copy.deepcopy(gm.graph), []
         for attempt in (*(functools.partial(_guess, reading=r) for r in READINGS), _unified):
             try:
@@ -423,4 +425,4 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
             if token and rest_fixed:
                 role = InputRole.TOKEN
         specs.append(InputSpec(node.name, role, p.requires_grad))
-    return CapturedGraph(gm, tuple(specs), rows, positions, dict(inputs.binding))
+    return CapturedGraph(gm, tuple(specs), rows, positions, dict(inputs.binding), assumed_relations(gm, extremes))

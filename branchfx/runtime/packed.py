@@ -57,6 +57,8 @@ def fits(plan: SharingPlan, args: Sequence[Any]) -> bool:
     if any(float(args[index]) != value for index, value in plan.constants):
         return False
     sizes = real_sizes(plan, args)
+    if any(relation.subs(sizes) == sympy.false for relation in plan.captured.assumed):
+        return False
     nodes = (n for n in plan.captured.gm.graph.nodes if n.op == "placeholder")
     for node, spec, arg in zip(nodes, plan.captured.inputs, args, strict=False):
         if spec.role is InputRole.PARAMETER or not isinstance(arg, Tensor):
