@@ -206,9 +206,9 @@ CODES: Mapping[str, CodeInfo] = _table(
     ),
     CodeInfo(
         Code.ONE_ROW,
-        "one row",
+        "one row or column",
         "info",
-        "A batch of one row shares nothing, so the caller's graph ran as it was.",
+        "A batch of one row shares nothing and one of one column next to nothing, so the caller's graph ran as it was.",
         "nothing to do",
     ),
     CodeInfo(

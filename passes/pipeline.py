@@ -119,8 +119,8 @@ def plan_sharing(
     see("1_lowered", lowered)
     try:
         captured = symbolize(lowered, placeholders)
-    except OneRowError:
-        return (Decline(Code.ONE_ROW, "", "the batch has one row"),)
+    except OneRowError as error:
+        return (Decline(Code.ONE_ROW, "", str(error)),)
     except NotSymbolicError as error:
         return (Decline(Code.SHAPE_NOT_UNIFIED, "", str(error)),)
     if captured is None:

@@ -80,7 +80,7 @@ class NotSymbolicError(Exception):
 
 
 class OneRowError(NotSymbolicError):
-    """The batch has one row, which shares with nothing."""
+    """The batch has one row or one column; the argument says which."""
 
 
 class _Unify(fx.Interpreter):
@@ -396,8 +396,9 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
     token_input = find_token_input(gm, placeholders)
     if token_input is None:
         return None
-    if token_input.sizes[0] == 1:
-        raise OneRowError(f"the batch size of {token_input.name} is fixed to 1")
+    for size, what in zip(token_input.sizes, ("row", "column"), strict=True):
+        if size == 1:
+            raise OneRowError(f"the batch has one {what}")
     with tracing(None), _disable_current_modes():
         extremes = settle_extremes(gm)
         captured, failures = copy.deepcopy(gm.graph), []
