@@ -9,11 +9,13 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.arms import Arm
+from branchfx import backend
 
 
 def seconds_of(function: Callable[[], object]) -> float:
@@ -55,6 +57,41 @@ def interleaved_medians(model: nn.Module, arms: Mapping[str, Arm], repeats: int)
         for name in names[i % len(names) :] + names[: i % len(names)]:
             times[name].append(seconds_of(lambda arm=arms[name]: train_step(model, arm)))  # type: ignore[misc]
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+class TreeClock:
+    """Adds up the seconds that the backend spends on deciding and on the token tree, outside compiled graphs."""
+
+    FUNCTIONS = ("fits", "build_tree", "has_masked_query", "worth_sharing", "tree_arguments")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = 0
+
+    def __enter__(self) -> TreeClock:
+        self.kept = {name: getattr(backend, name) for name in self.FUNCTIONS}
+        for name, function in self.kept.items():
+            setattr(backend, name, self._timed(name, function))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self.kept.items():
+            setattr(backend, name, function)
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            out = function(*args, **kwargs)
+            self.seconds += time.perf_counter() - start
+            self.calls += name == "build_tree"
+            return out
+
+        return run
+
+    @property
+    def seconds_a_call(self) -> float:
+        """Mean of a call."""
+        return self.seconds / max(self.calls, 1)
 
 
 def sgemm_flops_per_second(size: int = 2048, repeats: int = 7) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 _CASE_COLUMNS = (
     *("B", "T", "tokens", "unique", "token ratio", "FLOP ratio"),
-    *("speed-up", "of the FLOP ratio", "over prefix-grouper"),
+    *("speed-up", "of the FLOP ratio", "over prefix-grouper", "tree / step"),
 )
 _ARM_COLUMNS = (
     *("seconds", "speed-up over the faster baseline", "useful rate / sgemm", "compile s"),
@@ -53,6 +53,7 @@ class CaseResult:
         unique_tokens: N.
         flop_ratio: Operations of the padded step over those of the unique tokens; linear and attention counted.
         useful_flops: Operations of a step over the unique tokens.
+        tree_share: Seconds of a step that go to the token tree and the decision, as a part of our step.
         sgemm_rate: Floating-point operations a second of the machine, measured in the same process.
         arms: By name.
     """
@@ -64,6 +65,7 @@ class CaseResult:
     unique_tokens: int
     flop_ratio: float
     useful_flops: int
+    tree_share: float | None
     sgemm_rate: float
     arms: dict[str, ArmResult]
 
@@ -91,7 +93,8 @@ def to_markdown(results: list[CaseResult]) -> str:
         over_peer = peer.seconds / r.arms["ours"].seconds if peer and "ours" in r.arms else None
         lines.append(
             f"| {r.name} | {r.rows} | {r.length} | {r.tokens} | {r.unique_tokens} | {r.tokens / r.unique_tokens:.2f} "
-            f"| {r.flop_ratio:.2f} | {_number(speedup)} | {_number(share)} | {_number(over_peer)} |"
+            f"| {r.flop_ratio:.2f} | {_number(speedup)} | {_number(share)} | {_number(over_peer)} "
+            f"| {'' if r.tree_share is None else format(r.tree_share, '.1%')} |"
         )
     for r in results:
         lines += ["", f"### {r.name}", "", *_arm_table(r)]

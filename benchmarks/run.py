@@ -62,7 +62,8 @@ def run_case(case: Case, args: argparse.Namespace) -> report.CaseResult:
             reference = reference or (logprobs, grads)
             errors[name] = (measure.relative(logprobs, reference[0]), measure.worst(grads, reference[1]))
         _progress(f"{case.name}: {args.repeats} rounds")
-        seconds = measure.interleaved_medians(model, arms, args.repeats)
+        with measure.TreeClock() as clock:
+            seconds = measure.interleaved_medians(model, arms, args.repeats)
     padded, unique = padded_work(case), unique_work(case)
     return report.CaseResult(
         name=case.name,
@@ -72,6 +73,7 @@ def run_case(case: Case, args: argparse.Namespace) -> report.CaseResult:
         unique_tokens=unique.tokens,
         flop_ratio=step_flops(padded, model.config) / step_flops(unique, model.config),
         useful_flops=step_flops(unique, model.config),
+        tree_share=clock.seconds_a_call / seconds["ours"] if "ours" in seconds else None,
         sgemm_rate=measure.sgemm_flops_per_second(),
         arms={
             name: report.ArmResult(seconds[name], first[name], _peak_bytes(case, name, args), *errors[name])

@@ -29,6 +29,8 @@ from branchfx.runtime.packed import (
     tree_arguments,
 )
 from branchfx.runtime.verify import check_outputs
+from branchfx.runtime.verify_gradients import check_gradients
+from branchfx.runtime.work import WorkModel
 
 logger = logging.getLogger("branchfx.backend")
 
@@ -161,6 +163,7 @@ class SharedGraph:
         self.plan = plan
         self.options = options
         self.buffers = MaskBuffers(plan)
+        self.work = WorkModel(plan)
         count = recorder().record_compile
         dims = dynamic_dims(plan, example_inputs)
         self.packed = CompiledGraph(plan.packed.gm, dims, inner, lambda: count("packed"))
@@ -184,7 +187,7 @@ class SharedGraph:
             return self._original(args, rows, columns, tree.valid_tokens, Code.EMPTY_BATCH)
         if has_masked_query(plan, valid):
             return self._original(args, rows, columns, tree.valid_tokens, Code.MASKED_QUERY)
-        if options.share == "auto" and not worth_sharing(plan, tree):
+        if options.share == "auto" and not worth_sharing(*self.work.of(tree, args), tree, args):
             return self._original(args, rows, columns, tree.valid_tokens, Code.SHARING_DOES_NOT_PAY)
         recorder().record_call(
             rows=rows,
@@ -193,17 +196,20 @@ class SharedGraph:
             unique_tokens=tree.tokens,
             shared=True,
         )
-        outputs = self._packed(*args, *tree_arguments(plan, tree, args))
-        if options.verify == "every" or (options.verify == "first" and not self.verified):
-            problem = check_outputs(self.gm.forward, args, outputs, tree, plan=plan, skips_padding=plan.skips_padding)
-            self.verified = True
-            if problem is not None:
-                recorder().record_verify_failure()
-                if options.fallback == "error":
-                    raise VerifyError(f"a shared call is not the unshared one: {problem}")
-                logger.warning("a shared call is not the unshared one: %s; returning the unshared result", problem)
-                return self.original(*args)
-        return outputs
+        tree_args = tree_arguments(plan, tree, args)
+        if options.verify == "off" or (options.verify == "first" and self.verified):
+            return self._packed(*args, *tree_args)
+        problem = check_gradients(self.gm, lambda *a: self._packed(*a, *tree_args), args, tree, plan)
+        outputs = self._packed(*args, *tree_args)
+        problem = problem or check_outputs(self.gm.forward, args, outputs, tree, plan)
+        self.verified = True
+        if problem is None:
+            return outputs
+        recorder().record_verify_failure()
+        if options.fallback == "error":
+            raise VerifyError(f"a shared call is not the unshared one: {problem}")
+        logger.warning("a shared call is not the unshared one: %s; returning the unshared result", problem)
+        return self.original(*args)
 
     def _packed(self, *args: Any) -> Any:
         if not self.options.same_forward or torch.is_grad_enabled() or torch.is_inference_mode_enabled():

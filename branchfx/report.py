@@ -1,8 +1,4 @@
-"""What sharing does to one captured graph, as data and text: node counts, sites, declines, the tree, predicted work.
-
-Work is that of one forward, predicted with `passes/cost.py`. Products and attention are counted as FLOPs (a
-multiply-add is 2), every value as bytes written once; an attention costs `2 * heads * (Dk + Dv)` a visible pair.
-"""
+"""What sharing does to one captured graph, as data and text: node counts, sites, declines, the tree, predicted work."""
 
 from __future__ import annotations
 
@@ -11,49 +7,14 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from branchfx.attention_rule import AttentionRule
 from branchfx.diagnostics import Decline, format_decline
-from branchfx.passes.cost import TOKENS, CostEstimate, contraction_length, node_cost, width
-from branchfx.passes.demand import own_window
-from branchfx.passes.ir import BASE, AttentionSite, Layout, Window
 from branchfx.passes.pipeline import SharingPlan
 from branchfx.runtime.choose import worth_sharing
-from branchfx.runtime.packed import real_sizes
+from branchfx.runtime.work import Work, WorkModel
 from branchfx.token_tree import TokenTree
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """Predicted work of one forward.
-
-    Attributes:
-        token_flops: FLOPs of products and linear layers.
-        attention_flops: FLOPs of the attention sites, visible pairs only.
-        bytes_written: Bytes of all values, each written once.
-    """
-
-    token_flops: float = 0.0
-    attention_flops: float = 0.0
-    bytes_written: float = 0.0
-
-    @property
-    def flops(self) -> float:
-        """All FLOPs."""
-        return self.token_flops + self.attention_flops
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.token_flops + other.token_flops,
-            self.attention_flops + other.attention_flops,
-            self.bytes_written + other.bytes_written,
-        )
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the numbers, ready for JSON."""
-        return {**dataclasses.asdict(self), "flops": self.flops}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,7 +169,7 @@ def report_graph(gm: fx.GraphModule, plan: SharingPlan | tuple[Decline, ...]) ->
 
 def report_batch(plan: SharingPlan, tree: TokenTree, args: Sequence[Any]) -> BatchReport:
     """Return what a batch shares, and the work before and after."""
-    before, after = predicted_work(plan, tree, args)
+    before, after = WorkModel(plan).of(tree, args)
     return BatchReport(
         rows=tree.rows,
         columns=tree.columns,
@@ -218,7 +179,7 @@ def report_batch(plan: SharingPlan, tree: TokenTree, args: Sequence[Any]) -> Bat
         token_ratio=tree.token_ratio,
         depth=tree.depth,
         segments=len(tree.segments),
-        pays=worth_sharing(plan, tree),
+        pays=worth_sharing(before, after, tree, args),
         before=before,
         after=after,
         drawing=tree.to_text(),
@@ -239,91 +200,6 @@ def rule_text(rule: AttentionRule) -> str:
     if rule.bias is not None:
         parts.append(f"bias {rule.bias}")
     return ", ".join(parts)
-
-
-def predicted_work(plan: SharingPlan, tree: TokenTree, args: Sequence[Any]) -> tuple[Work, Work]:
-    """Return the work of one forward of the caller's graph and of the packed one."""
-    counter = _TokenCounter(plan, tree, args)
-    before, after = Work(), Work()
-    for node in plan.captured.gm.graph.nodes:
-        if node.name not in plan.placement.live or node.op != "call_function":
-            continue
-        layout = plan.layouts.layout(node)
-        if layout is None:
-            continue
-        if node.name in plan.sites.attention:
-            site = plan.sites.attention[node.name]
-            each = 2.0 * (width(_layout_of(plan, site.query)) + width(layout))
-            row_pairs, packed_pairs = counter.pairs(site, own_window(plan.layouts, node.name))
-            moved = node_cost(node, layout, 0)
-            before += Work(0.0, each * row_pairs, _bytes(moved, counter.rows(own_window(plan.layouts, node.name))))
-            after += Work(0.0, each * packed_pairs, _bytes(moved, counter.packed(plan.packed.windows[node.name])))
-        elif layout.is_token:
-            cost = node_cost(node, layout, contraction_length(node))
-            own = own_window(plan.layouts, node.name)
-            here = _work(cost, counter.rows(own))
-            before += here
-            is_packed = node.name in plan.placement.packed
-            after += _work(cost, counter.packed(plan.packed.windows[node.name])) if is_packed else here
-    return before, after
-
-
-class _TokenCounter:
-    """Tokens and visible pairs of one batch, in row space and packed."""
-
-    def __init__(self, plan: SharingPlan, tree: TokenTree, args: Sequence[Any]) -> None:
-        self.plan, self.tree = plan, tree
-        self.sizes = real_sizes(plan, args)
-        steps = torch.zeros(tree.tokens + 1, dtype=torch.int64)
-        steps[:-1] += 1
-        steps.index_add_(0, tree.subtree_end, torch.full_like(tree.subtree_end, -1))
-        # [N], tokens of the path from the root to each token, itself included
-        self.path_length = steps[:-1].cumsum(0)
-
-    def bounds(self, window: Window) -> tuple[int, int]:
-        start = 0 if window.start is None else int(window.start.subs(self.sizes))
-        return start, self.tree.columns if window.stop is None else int(window.stop.subs(self.sizes))
-
-    def rows(self, window: Window) -> int:
-        start, stop = self.bounds(window)
-        return self.tree.rows * (stop - start)
-
-    def packed(self, window: Window) -> int:
-        return self.tree.tokens if window == BASE else self._tokens(window).numel()
-
-    def pairs(self, site: AttentionSite, own: Window) -> tuple[int, int]:
-        """Return the visible (query, key) pairs of the batch's rows, and of the tree."""
-        start, stop = self.bounds(own)
-        columns = torch.arange(start, stop)
-        in_rows = self.tree.rows * int(_seen(site.rule, columns + 1, columns).sum())
-        window = self.plan.packed.windows[site.node]
-        tokens = self._tokens(window)
-        packed = _seen(site.rule, self.path_length[tokens], self.tree.column_of_token[tokens])
-        return in_rows, int(packed.sum())
-
-    def _tokens(self, window: Window) -> Tensor:
-        return self.tree.subset(*self.bounds(window)).token_index
-
-
-def _seen(rule: AttentionRule, past: Tensor, column: Tensor) -> Tensor:
-    """Return how many of `past` keys, itself included, each query sees under the window and the chunk."""
-    if rule.window is not None:
-        past = past.clamp(max=rule.window)
-    return past if rule.chunk is None else torch.minimum(past, column % rule.chunk + 1)
-
-
-def _layout_of(plan: SharingPlan, name: str) -> Layout:
-    layout = plan.layouts.of[name]
-    assert isinstance(layout, Layout)
-    return layout
-
-
-def _work(cost: CostEstimate, tokens: int) -> Work:
-    return Work(float(cost.flops.subs(TOKENS, tokens)), 0.0, _bytes(cost, tokens))
-
-
-def _bytes(cost: CostEstimate, tokens: int) -> float:
-    return float(cost.bytes_moved.subs(TOKENS, tokens))
 
 
 def _operators(gm: fx.GraphModule) -> dict[str, int]:

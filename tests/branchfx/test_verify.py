@@ -18,6 +18,7 @@ from branchfx.errors import VerifyError
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.packed import build_tree, tree_arguments
 from branchfx.runtime.verify import check_outputs
+from branchfx.runtime.verify_gradients import check_gradients
 from branchfx.token_tree import TokenTree
 from tests.batches import Batch, group, tree
 from tests.models import build
@@ -35,7 +36,7 @@ class Call:
 
     def check(self, shared: Sequence[Any] | None = None, original: Callable[..., Any] | None = None) -> str | None:
         return check_outputs(
-            original or self.gm.forward, self.args, self.shared if shared is None else shared, self.tree, plan=self.plan
+            original or self.gm.forward, self.args, self.shared if shared is None else shared, self.tree, self.plan
         )
 
 
@@ -189,8 +190,9 @@ def _wrong_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_wrong_packed")
-def test_the_option_raises_on_a_wrong_call() -> None:
-    with pytest.raises(VerifyError, match="output 0"):
+@pytest.mark.parametrize(("grad", "problem"), [(True, "gradient of .*embed_tokens"), (False, "output 0")])
+def test_the_option_raises_on_a_wrong_call(grad: bool, problem: str) -> None:
+    with torch.set_grad_enabled(grad), pytest.raises(VerifyError, match=problem):
         _compiled(verify="first", fallback="error")(**group(3, 20, 4).kwargs)
     assert branchfx.stats().verify_failures == 1
 
@@ -202,3 +204,39 @@ def test_the_option_returns_the_unshared_result_of_a_wrong_call(caplog: pytest.L
         logits = _compiled(verify="first")(**batch.kwargs).logits
     torch.testing.assert_close(logits, build("llama")(**batch.kwargs).logits)
     assert branchfx.stats().verify_failures == 1
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+@pytest.mark.parametrize("batch", [group(3, 20, 4), PADDED], ids=["group", "padded"])
+@pytest.mark.parametrize("reduces", [False, True], ids=["logits", "loss"])
+def test_wrong_gradients_are_found(batch: Batch, reduces: bool) -> None:
+    model = build("llama")
+
+    def function(**kwargs: Any) -> Tensor:
+        labels = kwargs["input_ids"].masked_fill(kwargs["attention_mask"] == 0, -100)
+        out = model(**kwargs, labels=labels)
+        return out.loss if reduces else out.logits
+
+    call = _call(function, batch, dynamic=True)
+
+    def shared(*args: Any) -> list[Any]:
+        return list(call.plan.packed.gm(*args, *tree_arguments(call.plan, call.tree, args)))
+
+    def wrong(*args: Any) -> list[Any]:
+        index = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad)
+        return shared(*args[:index], _Halved.apply(args[index]), *args[index + 1 :])
+
+    assert check_gradients(call.gm, shared, call.args, call.tree, call.plan) is None
+    problem = check_gradients(call.gm, wrong, call.args, call.tree, call.plan)
+    assert problem is not None
+    assert "gradient" in problem
+    assert all(p.grad is None for p in model.parameters())

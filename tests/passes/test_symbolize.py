@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from branchfx.passes.decompose import decompose
 from branchfx.passes.fake_inputs import describe_placeholders, lowering_inputs
@@ -216,3 +218,44 @@ def test_graph_without_token_ids_is_refused_as_data() -> None:
     plan = plan_sharing(gm, inputs)
     assert not isinstance(plan, SharingPlan)
     assert [d.code for d in plan] == ["BFX001"]
+
+
+class Sized(Tiny):
+    """Cuts its positions out of a table at a maximum of sizes."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        table = torch.arange(64, device=ids.device).flip(0)
+        first = torch.sym_max(0, 64 - ids.shape[1])
+        return super().forward(ids) + table[first:][None, :, None] / 64.0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_maximum_of_sizes_is_settled_and_remembered() -> None:
+    gm, inputs = capture(Sized(2, 8), ids_of(3, 10), dynamic=True)
+    plan = plan_sharing(gm, inputs)
+    assert isinstance(plan, SharingPlan), plan
+    (relation,) = plan.captured.assumed
+    assert relation.subs(plan.captured.positions, 64) == True  # noqa: E712 - a sympy relation
+    assert relation.subs(plan.captured.positions, 65) == False  # noqa: E712
+
+
+DECOMPOSED = {
+    "empty vector": (lambda x, m: torch.cat([x.new_empty(0), x], 1), "cat"),
+    "masked write": (lambda x, m: x.index_put((m,), x.new_zeros(())), "index_put"),
+    "new zeros": (lambda x, m: x + x.new_zeros(x.shape), "new_zeros"),
+}
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_decompositions_give_the_same_values(name: str) -> None:
+    function, gone = DECOMPOSED[name]
+    x, mask = torch.randn(3, 4), torch.rand(3, 4) > 0.5
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(v) for v in (x, mask)]
+    gm = lower_to_aten(make_fx(function, tracing_mode="real")(x, mask), fakes)
+    before = [str(n.target) for n in gm.graph.nodes]
+    assert decompose(gm) > 0
+    after = [str(n.target) for n in gm.graph.nodes]
+    assert any(gone in t for t in before)
+    assert not any(gone in t for t in after)
+    torch.testing.assert_close(gm(x, mask)[0], function(x, mask))
