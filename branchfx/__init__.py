@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from branchfx.counters import Stats, reset_stats, stats
     from branchfx.diagnostics import BranchReplayFallbackWarning, Decline
     from branchfx.errors import BranchFxError, CodegenError, DeclinedError, OptionError, VerifyError
+    from branchfx.named_batch import rollouts
     from branchfx.options import Options, list_options
 
     __version__: str
@@ -33,6 +34,7 @@ _HOME = {
     "VerifyError": "branchfx.errors",
     "Options": "branchfx.options",
     "list_options": "branchfx.options",
+    "rollouts": "branchfx.named_batch",
 }
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "explain",
     "list_options",
     "reset_stats",
+    "rollouts",
     "stats",
 ]
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from branchfx.codegen.registration import register_kernels
+from branchfx.named_batch import named_batch
 from branchfx.options import Options
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.report import GraphReport, report_batch, report_graph
@@ -79,9 +80,11 @@ class _Observed:
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Plan one graph as `branchreplay` does, and run the caller's own."""
         device = next((a.device.type for a in example_inputs if isinstance(a, torch.Tensor)), "cpu")
+        named = named_batch()
         plan = plan_sharing(
             gm,
             example_inputs,
+            named=None if named is None else (named.input_ids.shape[0], named.input_ids.shape[1]),
             padding=self.options.padding,
             autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         )
@@ -101,10 +104,11 @@ class _Observed:
         rows, columns = batch_size(plan, inputs)
         if rows < 1 or columns < 1:
             return dataclasses.replace(report, not_built="the batch is empty")
-        if not fits(plan, inputs):
+        named = named_batch()
+        if not fits(plan, inputs, named):
             return dataclasses.replace(report, not_built="the inputs do not have the shapes of one batch")
         shortest = 16 if self.options.min_shared_tokens is None else self.options.min_shared_tokens
-        tree, _ = build_tree(plan, inputs, shortest)
+        tree, _ = build_tree(plan, inputs, shortest, named)
         if not tree.tokens:
             return dataclasses.replace(report, not_built="the batch has no valid token")
         return dataclasses.replace(report, batch=report_batch(plan, tree, inputs))

@@ -15,6 +15,7 @@ from branchfx.counters import recorder
 from branchfx.diagnostics import Code, Decline, DeclineReporter
 from branchfx.dump import observer
 from branchfx.errors import VerifyError
+from branchfx.named_batch import named_batch
 from branchfx.options import Options
 from branchfx.passes.fake_inputs import Placeholder, describe_placeholders, size_hint, with_sizes_of
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
@@ -76,10 +77,12 @@ def _shared(
     """Plan the sharing of a graph, for inputs whose sizes are related as in this call."""
     device = next((a.device.type for a in inputs if isinstance(a, torch.Tensor)), "cpu")
     recorder().record_compile("capture_grad" if torch.is_grad_enabled() else "capture_nograd")
+    named = named_batch()
     plan = plan_sharing(
         gm,
         inputs,
         placeholders=placeholders,
+        named=None if named is None else (named.input_ids.shape[0], named.input_ids.shape[1]),
         padding=settings.padding,
         autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         observe=observer(settings.dump),
@@ -122,14 +125,18 @@ class DeclinedGraph:
             for d in range(value.dim())
             if _is_symbolic(node, d)
         ]
-        self.planned: dict[tuple[int, ...], Callable[..., Any]] = {_equal_sizes(self.free, inputs): original}
+        self.planned: dict[tuple[Any, ...], Callable[..., Any]] = {self._situation(inputs): original}
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph as the caller wrote it, or plan it for sizes that are related in another way."""
-        pattern = _equal_sizes(self.free, args)
-        if pattern not in self.planned:
-            self.planned[pattern] = self.again(args)
-        return self.planned[pattern](*args)
+        situation = self._situation(args)
+        if situation not in self.planned:
+            self.planned[situation] = self.again(args)
+        return self.planned[situation](*args)
+
+    def _situation(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what another plan may depend on: related sizes, and whether the caller names the tokens."""
+        return (named_batch() is None, *_equal_sizes(self.free, args))
 
 
 def _equal_sizes(places: Sequence[tuple[int, int]], args: Sequence[Any]) -> tuple[int, ...]:
@@ -179,10 +186,11 @@ class SharedGraph:
         rows, columns = batch_size(plan, args)
         if rows < 2 or columns < 1:
             return self._original(args, rows, columns, rows * columns, Code.ONE_ROW if rows else Code.EMPTY_BATCH)
-        if not fits(plan, args) or not self.buffers.unchanged(args):
+        named = named_batch()
+        if not fits(plan, args, named) or not self.buffers.unchanged(args):
             return self._original(args, rows, columns, rows * columns, Code.BAD_INPUT)
         shared_length = 16 if options.min_shared_tokens is None else options.min_shared_tokens
-        tree, valid = build_tree(plan, args, shared_length)
+        tree, valid = build_tree(plan, args, shared_length, named)
         if tree.tokens < 2:
             return self._original(args, rows, columns, tree.valid_tokens, Code.EMPTY_BATCH)
         if has_masked_query(plan, valid):

@@ -82,7 +82,8 @@ CODES: Mapping[str, CodeInfo] = _table(
         "decline",
         "The graph has no integer input of shape [B, T], so shared prefixes cannot be seen from its inputs. This "
         "happens when only a part of the model is compiled, or a graph break comes right after the embedding.",
-        "compile the whole model or its decoder, so that the graph sees the token ids",
+        "compile the whole model or its decoder, so that the graph sees the token ids; or name them with "
+        "`with branchfx.rollouts(input_ids, attention_mask):` around the call",
     ),
     CodeInfo(
         Code.TRACE_FAILED,

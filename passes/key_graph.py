@@ -58,7 +58,9 @@ def build_key_graph(
     """
     valid = tuple(dict.fromkeys(n for site in sites.attention.values() for n in site.key_valid))
     masks = {n for site in sites.attention.values() for n in site.key_valid}
-    keys = tuple(name for name in placement.pack_at if not (drops and name in masks))
+    # of hidden states the caller says what is equal
+    known = _derived_from(graph, graph.named)
+    keys = tuple(name for name in placement.pack_at if not (drops and name in masks) and name not in known)
     nodes = {n.name: n for n in graph.gm.graph.nodes}
     wanted = [nodes[name] for name in (*keys, *valid)]
     needed: set[fx.Node] = set()
@@ -80,5 +82,14 @@ def build_key_graph(
         assert layout is not None
         assert layout.data is Data.TOKEN
         shapes.append((layout.where_is(Row), layout.where_is(Position)))
-    absolute = bool(placement.positions_at) or any(s.reads_columns for s in sites.attention.values())
+    # hidden states may hold their column
+    absolute = bool(graph.named or placement.positions_at) or any(s.reads_columns for s in sites.attention.values())
     return KeyGraph(build.module(graph.gm), len(keys), tuple(shapes), absolute, valid, drops)
+
+
+def _derived_from(graph: CapturedGraph, name: str) -> set[str]:
+    found = {name} if name else set()
+    for node in graph.gm.graph.nodes:
+        if any(n.name in found for n in node.all_input_nodes):
+            found.add(node.name)
+    return found

@@ -70,7 +70,7 @@ class TokenLayoutAnalysis:
                 if isinstance(node.meta["val"], torch.Tensor):
                     spec = roles[node.name]
                     layouts[node.name] = self._input(node, spec.role, ctx)
-                    if spec.role is InputRole.TOKEN and spec.requires_grad:
+                    if spec.role is InputRole.TOKEN and spec.requires_grad and node.name != graph.named:
                         layouts[node.name] = OPAQUE
                         refusals[node.name] = decline_at(
                             node, Code.FLOAT_INPUT_GRAD, f"the input {node.name} requires a gradient row by row"

@@ -79,6 +79,7 @@ def plan_sharing(
     example_inputs: Sequence[Any],
     *,
     placeholders: Sequence[Placeholder] | None = None,
+    named: tuple[int, int] | None = None,
     padding: Padding = "auto",
     autocast_dtype: torch.dtype | None = None,
     observe: Observer | None = None,
@@ -90,6 +91,7 @@ def plan_sharing(
         example_inputs: The inputs of the first call, in placeholder order.
         placeholders: What the capture says of them; read from the graph when None, which works only while it is
             being compiled.
+        named: Shape [B, T] of the rollouts that the caller names for graphs that see hidden states only.
         padding: Whether padded positions may be left out; `auto` leaves them out when nothing but outputs reads them.
         autocast_dtype: The dtype that ambient autocast gives products, or None.
         observe: Called with (name, graph) before the pipeline and after each rewrite.
@@ -118,7 +120,7 @@ def plan_sharing(
     decompose(lowered)
     see("1_lowered", lowered)
     try:
-        captured = symbolize(lowered, placeholders)
+        captured = symbolize(lowered, placeholders, named)
     except OneRowError as error:
         return (Decline(Code.ONE_ROW, "", str(error)),)
     except NotSymbolicError as error:

@@ -256,7 +256,7 @@ def guess_literals(
     """
     inputs = prime_inputs(placeholders)
     values = inputs.make(placeholders, lambda key: classes.get(key, key) if isinstance(key, str) else key)
-    keys = [classes.get(str(d), d) for d in token_input.dims]
+    keys = [classes.get(str(d), d) for d in token_input.dims[:2]]
     if not all(isinstance(k, str) and k in inputs.symbol for k in keys):
         raise NotSymbolicError(f"the batch size or length of {token_input.name} is fixed")
     reader = LiteralReader(gm, inputs.real, [inputs.symint[str(k)] for k in keys], SHAPE_TAKING, reading)
@@ -319,6 +319,15 @@ def find_token_input(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) ->
     return None
 
 
+def find_hidden_input(placeholders: Sequence[Placeholder], batch: tuple[int, int]) -> Placeholder | None:
+    """Return the first floating-point input of shape [B, T, d], for a batch of [B, T] that the caller names."""
+    for p in placeholders:
+        is_float = p.dtype is not None and p.dtype.is_floating_point
+        if p.role is InputRole.OTHER and is_float and len(p.sizes) == 3 and p.sizes[:2] == batch:
+            return p
+    return None
+
+
 def join_batch_dims(
     classes: Classes, placeholders: Sequence[Placeholder], token_input: Placeholder, any_distance: bool = False
 ) -> None:
@@ -331,7 +340,7 @@ def join_batch_dims(
         any_distance: Whether a second dim of any size is taken for T less a constant, such as the columns of the
             response; else only T and T - 1 are.
     """
-    rows, positions = (classes.get(str(d), d) for d in token_input.dims)
+    rows, positions = (classes.get(str(d), d) for d in token_input.dims[:2])
     for p in placeholders:
         if p.role is not InputRole.OTHER or p is token_input or not p.sizes or p.sizes[0] != token_input.sizes[0]:
             continue
@@ -378,15 +387,18 @@ def _own_classes(placeholders: Sequence[Placeholder]) -> Classes:
     return {d: d for p in placeholders for d in p.dims if isinstance(d, str)}
 
 
-def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> CapturedGraph | None:
+def symbolize(
+    gm: fx.GraphModule, placeholders: Sequence[Placeholder], named: tuple[int, int] | None = None
+) -> CapturedGraph | None:
     """Make a lowered graph polymorphic.
 
     Args:
         gm: Functional ATen graph; it is edited in place.
         placeholders: What the capture says of its placeholders, in order.
+        named: Shape [B, T] of the rollouts that the caller names.
 
     Returns:
-        The captured graph, or None when no input looks like token ids.
+        The captured graph, or None when no input looks like token ids, or like their hidden states.
 
     Raises:
         NotSymbolicError: The graph does not run for other sizes.
@@ -394,9 +406,11 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
     names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     placeholders = [dataclasses.replace(p, name=name) for p, name in zip(placeholders, names, strict=True)]
     token_input = find_token_input(gm, placeholders)
+    hidden = None if token_input is not None or named is None else find_hidden_input(placeholders, named)
+    token_input = token_input or hidden
     if token_input is None:
         return None
-    for size, what in zip(token_input.sizes, ("row", "column"), strict=True):
+    for size, what in zip(token_input.sizes, ("row", "column"), strict=False):
         if size == 1:
             raise OneRowError(f"the batch has one {what}")
     with tracing(None), _disable_current_modes():
@@ -413,7 +427,7 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
         else:
             raise NotSymbolicError("; then ".join(dict.fromkeys(failures)))
     value = next(n for n in gm.graph.nodes if n.name == token_input.name).meta["val"]
-    rows, positions = axes = tuple(_symbol(s) for s in value.shape)
+    rows, positions = axes = tuple(_symbol(s) for s in value.shape[:2])
     if rows is None or positions is None:
         raise NotSymbolicError(f"the batch size or length of {token_input.name} is fixed to {list(value.shape)}")
     specs = []
@@ -426,4 +440,7 @@ def symbolize(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> Captur
             if token and rest_fixed:
                 role = InputRole.TOKEN
         specs.append(InputSpec(node.name, role, p.requires_grad))
-    return CapturedGraph(gm, tuple(specs), rows, positions, dict(inputs.binding), assumed_relations(gm, extremes))
+    assumed = assumed_relations(gm, extremes)
+    return CapturedGraph(
+        gm, tuple(specs), rows, positions, dict(inputs.binding), assumed, named=hidden.name if hidden else ""
+    )

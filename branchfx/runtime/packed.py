@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from branchfx.named_batch import NamedBatch
 from branchfx.passes.ir import InputRole, Window
 from branchfx.passes.pipeline import SharingPlan
 from branchfx.passes.rules.registry import shape_of
@@ -28,8 +29,17 @@ def real_sizes(plan: SharingPlan, args: Sequence[Any]) -> dict[sympy.Symbol, int
     return {s: int(args[i].shape[d] if d >= 0 else args[i]) for s, (i, d) in plan.captured.bindings.items()}
 
 
-def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -> tuple[TokenTree, Tensor | None]:
-    """Compare the sharing key of the batch and return its tree and the validity mask."""
+def build_tree(
+    plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int, named: NamedBatch | None = None
+) -> tuple[TokenTree, Tensor | None]:
+    """Compare the sharing key of the batch and return its tree and the validity mask.
+
+    Args:
+        plan: Of the graph.
+        args: Inputs of the call.
+        min_shared_tokens: Shorter shared runs are not split off.
+        named: What the caller says of the tokens; needed where the plan's graph sees hidden states only.
+    """
     with torch.no_grad():
         values = [v.detach() for v in plan.key.gm(*args)]
     rows, columns = batch_size(plan, args)
@@ -37,6 +47,8 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
         value.movedim((row, column), (0, 1)).cpu() for value, (row, column) in zip(values, plan.key.shapes, strict=True)
     ]
     keys = [k.reshape(rows, columns, *k.shape[2:]) for k in shaped[: plan.key.keys]]
+    if plan.captured.named and named is not None:
+        keys += [key.cpu() for key in named.keys]
     valid: Tensor | None = None
     for mask in shaped[plan.key.keys :]:
         flag = (mask != 0).reshape(rows, columns)
@@ -52,11 +64,13 @@ def build_tree(plan: SharingPlan, args: Sequence[Any], min_shared_tokens: int) -
     return tree, valid
 
 
-def fits(plan: SharingPlan, args: Sequence[Any]) -> bool:
+def fits(plan: SharingPlan, args: Sequence[Any], named: NamedBatch | None = None) -> bool:
     """Whether the inputs have the shapes that the plan takes them to have, such as a mask as long as the ids."""
     if any(float(args[index]) != value for index, value in plan.constants):
         return False
     sizes = real_sizes(plan, args)
+    if plan.captured.named and (named is None or tuple(named.input_ids.shape) != batch_size(plan, args)):
+        return False
     if any(relation.subs(sizes) == sympy.false for relation in plan.captured.assumed):
         return False
     nodes = (n for n in plan.captured.gm.graph.nodes if n.op == "placeholder")

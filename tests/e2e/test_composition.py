@@ -193,6 +193,23 @@ def test_default_call() -> None:
     compare_function(model, function, ours=lambda: function(compiled)).check_shared()
 
 
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_named_rollouts(padding: batches.Padding) -> None:
+    """A model that is given embeddings shares the tokens that the caller names, and only while they are named."""
+    model, batch = models.build("llama"), batches.tree((5, [(2, [2, 2]), 4]), padding=padding)
+    compiled = compile_for_test(model, fallback="silent", verify="every")
+
+    def function(call: Callable[..., Any], named: bool) -> Tensor:
+        embeds = call.get_input_embeddings()(batch.ids)
+        context = branchfx.rollouts(batch.ids, batch.attention_mask) if named else contextlib.nullcontext()
+        with context:
+            return call(inputs_embeds=embeds, attention_mask=batch.attention_mask).logits[batch.valid]
+
+    for named in (False, True, False):
+        report = compare_function(model, lambda m: function(m, False), ours=lambda n=named: function(compiled, n))
+        assert report.shared is named
+
+
 def test_whole_loss_in_the_graph() -> None:
     """A clipped policy loss down to its scalar."""
     model, batch = models.build("qwen3"), batches.group(4, 6, 5)
