@@ -8,6 +8,7 @@
   5 placement                        what runs packed: a minimum cut
   6 pack_graph                       the rewrite
   7 demand                           positions that nobody reads (asked by the rewrite)
+    verify                           what must hold after each rewrite
     key_graph                        what must be equal for two tokens to share
 
 Any refusal that keeps an attention out of the packed region declines the whole graph, which is then left as it was.
@@ -16,6 +17,7 @@ Any refusal that keeps an attention out of the packed region declines the whole 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ from torch import fx
 
 from branchfx.diagnostics import Code, Decline
 from branchfx.passes.canonicalize import canonicalize
-from branchfx.passes.custom_functions import outline_custom_functions, restore_custom_functions
+from branchfx.passes.custom_functions import CustomFunction, outline_custom_functions, restore_custom_functions
 from branchfx.passes.decompose import decompose
 from branchfx.passes.fake_inputs import Placeholder, describe_placeholders, lowering_inputs
 from branchfx.passes.inline_checkpoints import inline_checkpoints
@@ -39,6 +41,9 @@ from branchfx.passes.rules import build_rules
 from branchfx.passes.specialize_floats import specialize_floats
 from branchfx.passes.symbolize import NotSymbolicError, OneRowError, symbolize
 from branchfx.passes.tables import causal_tables
+from branchfx.passes.verify import BrokenGraphError, GraphVerifier
+
+logger = logging.getLogger("branchfx.pipeline")
 
 Padding = Literal["auto", "skip", "exact"]
 _LOWERING_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, KeyError, IndexError)
@@ -117,6 +122,34 @@ def plan_sharing(
         return (Decline(Code.MUTATION, "", f"the graph writes to {error}"),)
     except _LOWERING_ERRORS as error:
         return (Decline(Code.TRACE_FAILED, "", f"{type(error).__name__}: {_first_line(error)}"),)
+    try:
+        return _plan(lowered, placeholders, example_inputs, functions, constants, named, padding, autocast_dtype, see)
+    except BrokenGraphError as error:
+        return (Decline(Code.VERIFICATION_FAILED, "", str(error)),)
+    except _LOWERING_ERRORS as error:
+        # a bug of ours must not end the user's step: the graph runs as it was, and the log has the traceback
+        logger.exception("a pass failed")
+        return (Decline(Code.VERIFICATION_FAILED, "", f"{type(error).__name__}: {_first_line(error)}"),)
+
+
+def _plan(
+    lowered: fx.GraphModule,
+    placeholders: Sequence[Placeholder],
+    example_inputs: Sequence[Any],
+    functions: tuple[CustomFunction, ...],
+    constants: tuple[tuple[int, float], ...],
+    named: tuple[int, int] | None,
+    padding: Padding,
+    autocast_dtype: torch.dtype | None,
+    observe: Observer,
+) -> SharingPlan | tuple[Decline, ...]:
+    """Analyse and rewrite a lowered graph."""
+    verifier = GraphVerifier(lowered)
+
+    def see(stage: str, result: fx.GraphModule) -> None:
+        verifier.check(stage, result)
+        observe(stage, result)
+
     decompose(lowered)
     see("1_lowered", lowered)
     try:
