@@ -61,8 +61,8 @@ accept: $(VENV)/.dev ## rewrite the golden texts under tests/golden and docs/cod
 	BRANCHFX_ACCEPT=1 $(PY) -m pytest -q tests
 	$(PY) -m branchfx codes --markdown > docs/codes.md
 
-zoo: $(VENV)/.dev ## every causal LM of transformers: shared, declined or WRONG
-	$(PY) -m benchmarks.zoo --markdown
+zoo: $(VENV)/.dev ## every causal LM of transformers: shared, declined or WRONG (half an hour)
+	$(PY) -m benchmarks.zoo --jobs 2 --timeout 300 --markdown docs/support.md
 
 test-slow: $(VENV)/.dev ## random trees, bfloat16, Inductor: more than `make test` has time for
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist worksteal -m slow tests

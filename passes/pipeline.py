@@ -45,6 +45,8 @@ from branchfx.passes.verify import BrokenGraphError, GraphVerifier
 
 logger = logging.getLogger("branchfx.pipeline")
 
+_CONVOLUTIONS = (torch.ops.aten.conv1d.default, torch.ops.aten.conv1d.padding, torch.ops.aten.convolution.default)
+
 Padding = Literal["auto", "skip", "exact"]
 _LOWERING_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, KeyError, IndexError)
 
@@ -157,6 +159,9 @@ def _plan(
     except OneRowError as error:
         return (Decline(Code.ONE_ROW, "", str(error)),)
     except NotSymbolicError as error:
+        convolution = next((n for n in lowered.graph.nodes if n.target in _CONVOLUTIONS), None)
+        if convolution is not None:
+            return (decline_at(convolution, Code.RECURRENCE, "a convolution runs over positions"),)
         return (Decline(Code.SHAPE_NOT_UNIFIED, "", str(error)),)
     if captured is None:
         return (Decline(Code.NO_TOKEN_INPUTS, "", "no input of token ids [B, T] reaches an embedding"),)
