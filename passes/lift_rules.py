@@ -45,6 +45,24 @@ def _number(function: Callable[..., Any]) -> Handler:
     return _pointwise(lambda *xs: function(*(as_number(x) for x in xs)))
 
 
+def _comparison(function: Callable[..., Any], masked: bool) -> Handler:
+    """A comparison; `masked` is what it says of a very negative number and an ordinary one."""
+
+    def run(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
+        a, b = (lifter.of(node, i, index) for i in (0, 1))
+        if b.visible != sympy.true:
+            raise Unliftable(f"{node.name} with a masked value")
+        bound = as_number(b.expr)
+        holds = function(as_number(a.expr), bound)
+        if a.visible == sympy.true:
+            return Lifted(holds)
+        if not getattr(bound, "is_number", False) or is_very_negative(bound):
+            raise Unliftable(f"{node.name} of a masked value")
+        return Lifted(sympy.Or(sympy.Not(a.visible), holds) if masked else sympy.And(a.visible, holds))
+
+    return run
+
+
 def _logic(function: Callable[..., Any]) -> Handler:
     return _pointwise(lambda *xs: function(*(as_boolean(x) for x in xs)))
 
@@ -292,7 +310,7 @@ HANDLERS: dict[Any, Handler] = {
     **_table("arange.default arange.start arange.start_step", _arange),
     **_table("full.default", _full(1)),
     **_table("new_full.default", _full(2)),
-    **_table("full_like.default scalar_tensor.default", _full(1)),
+    **_table("full_like.default", _full(1)),
     **_table("scalar_tensor.default", _full(0)),
     **_table("ones.default new_ones.default ones_like.default", _constant(1)),
     **_table("zeros.default new_zeros.default zeros_like.default", _constant(0)),
@@ -309,12 +327,12 @@ HANDLERS: dict[Any, Handler] = {
     **_table("pow.Tensor_Scalar", _number(operator.pow)),
     **_table("minimum", _number(sympy.Min)),
     **_table("maximum max.other clamp_min clamp", _floor),
-    **_table("le.Tensor le.Scalar", _number(sympy.Le)),
-    **_table("lt.Tensor lt.Scalar", _number(sympy.Lt)),
-    **_table("ge.Tensor ge.Scalar", _number(sympy.Ge)),
-    **_table("gt.Tensor gt.Scalar", _number(sympy.Gt)),
-    **_table("eq.Tensor eq.Scalar", _number(sympy.Eq)),
-    **_table("ne.Tensor ne.Scalar", _number(sympy.Ne)),
+    **_table("le.Tensor le.Scalar", _comparison(sympy.Le, True)),
+    **_table("lt.Tensor lt.Scalar", _comparison(sympy.Lt, True)),
+    **_table("ge.Tensor ge.Scalar", _comparison(sympy.Ge, False)),
+    **_table("gt.Tensor gt.Scalar", _comparison(sympy.Gt, False)),
+    **_table("eq.Tensor eq.Scalar", _comparison(sympy.Eq, False)),
+    **_table("ne.Tensor ne.Scalar", _comparison(sympy.Ne, True)),
     **_table("__and__.Tensor bitwise_and.Tensor logical_and __and__.Scalar bitwise_and.Scalar", _logic(sympy.And)),
     **_table("__or__.Tensor bitwise_or.Tensor logical_or __or__.Scalar bitwise_or.Scalar", _logic(sympy.Or)),
     **_table("bitwise_xor.Tensor logical_xor __xor__.Tensor", _logic(sympy.Xor)),

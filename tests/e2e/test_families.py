@@ -16,7 +16,6 @@ from tests.exactness import compare, compile_for_test
 _RIGHT = batches.tree([(9, [(3, [4, (2, [5, 0, 0])]), 7]), (3, [2, 2])], padding="right", shuffle=True)
 _LEFT = batches.tree([(8, [(4, [3, 5]), 1]), (2, [6, 4])], seed=1, padding="left", shuffle=True)
 _DECLINED = {
-    "falcon_alibi": "adds ALiBi to a mask by comparing masked values: declined (BFX007)",
     "llama4_text": "counts left padding by a sum over positions: declined (BFX011)",
 }
 _SITES = [
