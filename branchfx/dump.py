@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
 from collections.abc import Callable
@@ -25,13 +26,14 @@ def observer(folder: str | None) -> Callable[[str, fx.GraphModule], None]:
                 continue
 
     def see(name: str, gm: fx.GraphModule) -> None:
-        text = gm.print_readable(print_output=False)
+        # printing a large graph takes a while: only where somebody reads it
+        text = functools.cache(lambda: gm.print_readable(print_output=False))
         trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": f"branchreplay_{name}", "encoding": "string"},
-            payload_fn=lambda: text,
+            payload_fn=text,
         )
         if target is not None:
-            (target / f"{name}.py").write_text(text)
+            (target / f"{name}.py").write_text(text())
 
     return see
