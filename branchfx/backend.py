@@ -21,7 +21,6 @@ from branchfx.passes.fake_inputs import Placeholder, describe_placeholders, size
 from branchfx.passes.pipeline import SharingPlan, plan_sharing
 from branchfx.runtime.choose import worth_sharing
 from branchfx.runtime.packed import (
-    MaskBuffers,
     batch_size,
     build_tree,
     dynamic_dims,
@@ -169,7 +168,6 @@ class SharedGraph:
         self.verified = False
         self.plan = plan
         self.options = options
-        self.buffers = MaskBuffers(plan)
         self.work = WorkModel(plan)
         count = recorder().record_compile
         dims = dynamic_dims(plan, example_inputs)
@@ -187,7 +185,7 @@ class SharedGraph:
         if rows < 2 or columns < 1:
             return self._original(args, rows, columns, rows * columns, Code.ONE_ROW if rows else Code.EMPTY_BATCH)
         named = named_batch()
-        if not fits(plan, args, named) or not self.buffers.unchanged(args):
+        if not fits(plan, args, named):
             return self._original(args, rows, columns, rows * columns, Code.BAD_INPUT)
         shared_length = 16 if options.min_shared_tokens is None else options.min_shared_tokens
         tree, valid = build_tree(plan, args, shared_length, named)

@@ -44,6 +44,15 @@ def _drop_shift(node: fx.Node) -> bool:
         source = inner.args[0] if isinstance(inner, fx.Node) and inner.target is _aten.max.dim else None
     if source is not x or top.meta["val"].dim() != x.meta["val"].dim():
         return False
+    rank = x.meta["val"].dim()
+    if top.target is _aten.amax.default:
+        reduced = top.args[1] if len(top.args) > 1 and top.args[1] else list(range(rank))
+    else:
+        reduced = top.args[0].args[1]
+    reduced = [reduced] if isinstance(reduced, int) else reduced
+    if int(node.args[1]) % rank not in [int(d) % rank for d in reduced]:
+        # the shift differs along the softmax
+        return False
     node.update_arg(0, x)
     return True
 

@@ -5,8 +5,9 @@ lowering would trace the forward alone and derive another backward. Before it, `
 the call by `branchfx::custom_function(inputs, number)`; after the rewrite `restore_custom_functions` puts the
 original operator back, on packed values.
 
-Legality: both graphs hold nothing but elementwise operators on tensors of one shape and dtype, so the function and
-its backward give each token what they gave it before, wherever the token lies. Any other function stays where it is,
+Legality: both graphs hold nothing but elementwise operators on tensors of one shape and dtype, so the function gives
+each token what it gave it before, wherever the token lies; and the backward is linear in the gradient, so what it makes
+of the summed gradient of a shared token is the sum of what it made of each row's. Any other function stays where it is,
 and the lowering refuses it.
 """
 
@@ -28,6 +29,12 @@ from branchfx.passes.rules import pointwise
 
 _apply = torch.ops.higher_order.autograd_function_apply
 _ELEMENTWISE = frozenset(target for rule in pointwise.RULES for target in rule.targets)
+_aten = torch.ops.aten
+_SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
+_LINEAR = (
+    *(_aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.neg.default),
+    *(_aten.clone.default, _aten.alias.default, _aten.detach.default),
+)
 _TRACE_ERRORS = (RuntimeError, TypeError, ValueError)
 
 
@@ -122,8 +129,30 @@ def _is_elementwise(forward: fx.GraphModule, backward: fx.GraphModule, inputs: S
     values = [x for x in (*outputs, *saved, *grads) if isinstance(x, Tensor)]
     if any(x.shape != (3, 5, 7) or x.dtype != tensors[0].dtype for x in values):
         return False
+    if not _is_linear(backs.graph, len(outputs)):
+        return False
     nodes = [n for graph in (traced, backs) for n in graph.graph.nodes if n.op not in ("placeholder", "output")]
     return all(n.op == "call_function" and n.target in _ELEMENTWISE for n in nodes)
+
+
+def _is_linear(graph: fx.Graph, gradients: int) -> bool:
+    """Whether every result is linear in the first inputs, so that it may be taken of a sum of gradients."""
+    linear = set([n for n in graph.nodes if n.op == "placeholder"][:gradients])
+    for node in graph.nodes:
+        inputs = [n in linear for n in node.all_input_nodes]
+        if node.op != "call_function" or not any(inputs):
+            continue
+        first, *others = (isinstance(a, fx.Node) and a in linear for a in node.args)
+        is_linear = (
+            (node.target in _LINEAR and first and not any(others))
+            or (node.target in _SUMS and all(inputs) and len(inputs) == 2)
+            or (node.target is _aten.mul.Tensor and first != others[0])
+        )
+        if not is_linear:
+            return False
+        linear.add(node)
+    results = next(n for n in graph.nodes if n.op == "output").args[0]
+    return all(r is None or (isinstance(r, fx.Node) and r in linear) for r in results)
 
 
 def _reads_sizes(*graphs: fx.GraphModule) -> bool:

@@ -187,6 +187,7 @@ class CapturedGraph:
         bindings: For each free symbol, the (input index, dim) that gives its value; dim -1 is a SymInt input.
         assumed: Relations between sizes that must hold in a call, such as T <= 2048.
         named: The input of hidden states whose tokens the caller names; "" where the graph is given token ids.
+        tokens: The input of token ids; "" where the graph sees hidden states.
         tables: Mask buffers that hold a triangle or band: placeholder name to the band (see `tables`).
     """
 
@@ -198,6 +199,7 @@ class CapturedGraph:
     assumed: tuple[sympy.Basic, ...] = ()
     tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
     named: str = ""
+    tokens: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

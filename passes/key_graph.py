@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import fx
 
 from branchfx.passes.editor import GraphBuilder
-from branchfx.passes.ir import CapturedGraph, Data, Position, Row
+from branchfx.passes.ir import CapturedGraph, Data, InputRole, Layout, Position, Row
 from branchfx.passes.layout import TokenLayouts
 from branchfx.passes.mixing import MixingSites
 from branchfx.passes.placement import Placement
@@ -24,7 +25,7 @@ class KeyGraph:
     Attributes:
         gm: From the captured inputs to the key values and then the validity masks; run without gradients.
         keys: How many of its outputs are keys.
-        shapes: For each output, the dim of rows and the dim of positions.
+        shapes: For each output, the dim of rows and the dim of positions; equal where one dim is their product.
         absolute_columns: Whether equal tokens must stand in equal columns.
         valid: Names of the nodes that say which tokens are real.
         drops: Whether tokens that are not real are left out of the tree.
@@ -38,10 +39,27 @@ class KeyGraph:
     drops: bool
 
 
-def common_validity(sites: MixingSites) -> tuple[str, ...] | None:
-    """Return the validity that every site has, or None when they differ."""
+def common_validity(graph: CapturedGraph, sites: MixingSites) -> tuple[str, ...] | None:
+    """Return the padding mask that every site has, or None when they differ or it is no padding.
+
+    A key that is hidden may still be a query. It is padding only where an input says so that is not the ids.
+    """
     found = {site.key_valid for site in sites.attention.values()}
-    return next(iter(found)) if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    (masks,) = found
+    inputs = {s.name for s in graph.inputs if s.role is InputRole.TOKEN and s.name not in (graph.tokens, graph.named)}
+    nodes = {n.name: n for n in graph.gm.graph.nodes}
+    todo, seen = [nodes[name] for name in masks], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor) and node.name not in inputs:
+            return None
+        todo.extend(node.all_input_nodes)
+    return masks
 
 
 def build_key_graph(
@@ -81,10 +99,20 @@ def build_key_graph(
         layout = layouts.layout(node)
         assert layout is not None
         assert layout.data is Data.TOKEN
-        shapes.append((layout.where_is(Row), layout.where_is(Position)))
+        shapes.append(_row_and_position(layout))
     # hidden states may hold their column
     absolute = bool(graph.named or placement.positions_at) or any(s.reads_columns for s in sites.attention.values())
     return KeyGraph(build.module(graph.gm), len(keys), tuple(shapes), absolute, valid, drops)
+
+
+def _row_and_position(layout: Layout) -> tuple[int, int]:
+    row, position = layout.where_is(Row), layout.where_is(Position)
+    if row >= 0 and position >= 0:
+        return row, position
+    for dim, factors in enumerate(layout.dims):
+        if [type(f) for f in factors] == [Row, Position]:
+            return dim, dim
+    raise NotImplementedError(f"a key of layout {layout}")
 
 
 def _derived_from(graph: CapturedGraph, name: str) -> set[str]:

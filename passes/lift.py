@@ -38,6 +38,8 @@ class Lifter:
         self.atoms: dict[sympy.Symbol, tuple[fx.Node, str]] = {}
         self.dots: dict[sympy.Symbol, fx.Node] = {}
         self.finite_masking = False
+        # bytes of the narrowest float that a value was rounded to on the way
+        self.narrowest = 8
 
     def layout(self, node: fx.Node) -> Layout:
         """Return a node's layout.

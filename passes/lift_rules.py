@@ -81,6 +81,24 @@ def _add(sign: int) -> Handler:
     return run
 
 
+def _is_indicator(lifter: LifterLike, expr: Any) -> bool:
+    """Whether an expression is 0 or 1: a truth value, an atom of ints (a mask), or one minus such."""
+    if is_boolean(expr) or expr in (0, 1):
+        return True
+    if isinstance(expr, sympy.Symbol):
+        return expr in lifter.atoms and not lifter.atoms[expr][0].meta["val"].dtype.is_floating_point
+    if isinstance(expr, sympy.Piecewise):
+        return all(_is_indicator(lifter, value) for value, _ in expr.args)
+    if isinstance(expr, sympy.Mul):
+        return all(_is_indicator(lifter, part) for part in expr.args)
+    return isinstance(expr, sympy.Add) and _is_one_minus(lifter, expr)
+
+
+def _is_one_minus(lifter: LifterLike, expr: Any) -> bool:
+    rest = sympy.expand(1 - expr)
+    return not isinstance(rest, sympy.Add) and _is_indicator(lifter, rest)
+
+
 def _rsub(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
     a, b = (lifter.of(node, i, index) for i in (0, 1))
     if a.visible != sympy.true:
@@ -93,7 +111,9 @@ def _mul(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
     x, y = as_number(a.expr), as_number(b.expr)
     for number, other in ((y, a), (x, b)):
         if is_very_negative(number):
-            # `(1 - mask) * finfo.min`: masked where the factor is not zero
+            # `(1 - mask) * finfo.min`: masked where the factor is one
+            if not _is_indicator(lifter, other.expr):
+                raise Unliftable(f"{node.name}, a large factor of what is no mask,")
             lifter.finite_masking = True
             return Lifted(sympy.Integer(0), sympy.Not(as_boolean(other.expr)))
     for scale, other in ((y, a), (x, b)):
@@ -197,7 +217,17 @@ def _cast(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
         return Lifted(as_number(x.expr), x.visible)
     if source.is_floating_point and not target.is_floating_point:
         raise Unliftable(node.name)
+    if not target.is_floating_point and target.itemsize < min(source.itemsize, 4):
+        raise Unliftable(f"{node.name}, which may wrap around,")
+    if source.is_floating_point and target.itemsize < source.itemsize:
+        lifter.narrowest = min(lifter.narrowest, target.itemsize)
     return x
+
+
+def _detach(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
+    if lifter.layout(node).is_pair and node.meta["val"].is_floating_point():
+        raise Unliftable(f"{node.name}, which stops gradients,")
+    return _same(lifter, node, index)
 
 
 def _diff(lifter: LifterLike, node: fx.Node, index: Index) -> Lifted:
@@ -303,7 +333,8 @@ STRUCTURAL: dict[Any, Handler] = {
     **_table("slice.Tensor", _slice),
     **_table("index.Tensor", _index),
     **_table("_to_copy.default to.dtype to.device to.dtype_layout", _cast),
-    **_table("clone contiguous detach alias lift_fresh lift_fresh_copy", _same),
+    **_table("clone contiguous alias lift_fresh lift_fresh_copy", _same),
+    **_table("detach", _detach),
 }
 
 HANDLERS: dict[Any, Handler] = {

@@ -71,6 +71,8 @@ class LifterLike(Protocol):
     """What a handler may ask."""
 
     finite_masking: bool
+    narrowest: int
+    atoms: dict[sympy.Symbol, tuple[fx.Node, str]]
 
     def layout(self, node: fx.Node) -> Layout:
         """Return a node's layout, or raise Unliftable."""

@@ -14,6 +14,7 @@ key; the score must be a function of one dot product and such values.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import fx
 
 from branchfx.attention_rule import AttentionRule
 from branchfx.diagnostics import Code, Decline
-from branchfx.passes.ir import AttentionSite, CapturedGraph, Data, Layout
+from branchfx.passes.ir import AttentionSite, CapturedGraph, Data, Layout, Size
 from branchfx.passes.layout import TokenLayouts, decline_at
 from branchfx.passes.lift import Lifter, index_of
 from branchfx.passes.lifted import HEAD, KEY, QUERY, ROW, Unliftable, as_boolean, as_number, is_boolean
@@ -31,14 +32,13 @@ from branchfx.passes.predicate import sort_predicate, sort_score
 
 _aten = torch.ops.aten
 _SOFTMAX = (_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default)
+_CASTS = (_aten._to_copy.default, _aten.to.dtype)
 _PRODUCTS = (_aten.matmul.default, _aten.bmm.default)
 _PASS_THROUGH = (
     _aten._to_copy.default,
     _aten.to.dtype,
     _aten.clone.default,
     _aten.contiguous.default,
-    _aten.detach.default,
-    _aten.expand.default,
     _aten.view.default,
     _aten._unsafe_view.default,
     _aten.reshape.default,
@@ -145,23 +145,51 @@ class _Builder:
         weights: Any = node.args[0]
         sinks: fx.Node | None = None
         while weights.target in _PASS_THROUGH:
+            if weights.target in _CASTS:
+                self.lifter.narrowest = min(self.lifter.narrowest, weights.meta["val"].dtype.itemsize)
             weights = weights.args[0]
         if weights.target is torch.ops.branchfx.softmax_with_sink.default:
             sinks = self._sinks(weights.args[1])
         elif weights.target not in _SOFTMAX:
             raise Unliftable(f"{weights.name} ({weights.target}) as attention weights")
         scores = weights.args[0]
-        while scores.target in (_aten._to_copy.default, _aten.to.dtype):
+        while scores.target in _CASTS:
+            self.lifter.narrowest = min(self.lifter.narrowest, scores.meta["val"].dtype.itemsize)
             scores = scores.args[0]
         layout = self.lifter.layout(scores)
         lifted = self.lifter.lift(scores, index_of(layout))
         if len(self.lifter.dots) != 1:
             raise Unliftable(f"{scores.name} with {len(self.lifter.dots)} dot products")
         dot, product = next(iter(self.lifter.dots.items()))
+        self._one_grad_mode(product, node)
         q, k = product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2]
         return self._site(
             node, q, k, node.args[1], lifted.expr, lifted.visible, dot, causal=False, sinks=sinks, spelled=True
         )
+
+    def _one_grad_mode(self, first: fx.Node, last: fx.Node) -> None:
+        """A switch between the two products would stop gradients in the middle."""
+        node = first
+        while node is not last:
+            if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+                raise Unliftable(f"{last.name}, within which the grad mode changes,")
+            node = node.next
+
+    def _shapes(self, node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, transposed: bool, causal: bool) -> None:
+        """The kernel's query heads are the result's, its key heads those of the values; all keys are there."""
+        query, key, value, result = (self.lifter.layout(x) for x in (q, k, v, node))
+        if transposed:
+            key = Layout((*key.dims[:-2], key.dims[-1], key.dims[-2]), key.data)
+        heads = [_heads(x) for x in (query, key, value, result)]
+        if heads[0] != heads[3] or heads[1] != heads[2] or heads[0] % heads[1]:
+            raise Unliftable(f"{node.name} of {heads[0]} query, {heads[1]} key and {heads[2]} value heads")
+        windows = [x.positions[0].window for x in (query, key, value) if len(x.positions) == 1]
+        if len(windows) != 3 or windows[1] != windows[2] or windows[1].start is not None:
+            raise Unliftable(f"{node.name} over a part of the keys")
+        if windows[1].stop is not None and windows[1] != windows[0]:
+            raise Unliftable(f"{node.name} over a part of the keys")
+        if causal and windows[0].start is not None:
+            raise Unliftable(f"{node.name}, causal by index and not by column,")
 
     def _sinks(self, extra: Any) -> fx.Node:
         """The logit per head that has no value."""
@@ -192,8 +220,14 @@ class _Builder:
         sinks: fx.Node | None = None,
         spelled: bool = False,
     ) -> AttentionSite:
+        self._shapes(node, query, key, value, spelled, causal)
+        if self.lifter.narrowest < node.meta["val"].dtype.itemsize:
+            raise Unliftable(f"{node.name}, whose scores or weights are rounded to fewer bits than its values,")
         sides = {symbol: side for symbol, (_, side) in self.lifter.atoms.items()}
         seen = sort_predicate(visible, sides, causal)
+        known = [part for part in seen.key_valid if self._is_validity(part)]
+        others = [part for part in seen.key_valid if part not in known]
+        seen = dataclasses.replace(seen, key_valid=tuple(known), rest=sympy.And(seen.rest, *others))
         if not seen.causal:
             text = "every key is visible" if visible == sympy.true else f"visible where {visible}"
             raise _NotCausal(f"a query sees keys after it: {text}")
@@ -252,15 +286,14 @@ class _Builder:
             raise Unliftable(f"the bias {bias}")
         return bias, None
 
+    def _is_validity(self, part: Any) -> bool:
+        """Whether a conjunct is an atom that must not be zero."""
+        return (part.lhs if isinstance(part, sympy.Ne) and part.rhs == 0 else part) in self.lifter.atoms
+
     def _validity(self, part: Any) -> str:
-        """A conjunct that says which keys are real: an atom that is true or not zero."""
-        symbol = part
-        if (
-            (isinstance(part, sympy.Ne) and part.rhs == 0)
-            or (isinstance(part, sympy.Gt) and part.rhs == 0)
-            or (isinstance(part, sympy.Eq) and part.rhs == 1)
-        ):
-            symbol = part.lhs
-        if symbol not in self.lifter.atoms:
-            raise Unliftable(f"the key validity {part}")
-        return self.lifter.atoms[symbol][0].name
+        return self.lifter.atoms[part.lhs if isinstance(part, sympy.Ne) else part][0].name
+
+
+def _heads(layout: Layout) -> int:
+    """Return the product of the constants before the last two dims."""
+    return math.prod(f.value for dim in layout.dims[:-2] for f in dim if isinstance(f, Size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +49,7 @@ class SiteWriter:
 
     def _attention(self, node: fx.Node, site: AttentionSite, window: Window) -> fx.Node:
         keys, values = self._grouped(self.by_name[site.key]), self._grouped(self.by_name[site.value])
-        if keys is None or values is None or site.transposed_key:
+        if keys is None or values is None or site.transposed_key or self._head_count(keys) != self._head_count(values):
             keys, values = self.by_name[site.key], self.by_name[site.value]
         query = self._heads(self.by_name[site.query], window)
         key = self._heads(keys, BASE, transposed=site.transposed_key)
@@ -107,6 +108,9 @@ class SiteWriter:
         same = before.dims[0] == after.dims[0] and before.dims[2:] == after.dims[2:]
         return source.args[0] if same and source.args[0].name in self.placement.packed else None
 
+    def _head_count(self, node: fx.Node) -> int:
+        return math.prod(f.value for dim in self._single(node).dims[:-2] for f in dim if isinstance(f, Size))
+
     def _heads(self, node: fx.Node, window: Window, transposed: bool = False) -> fx.Node:
         """View a packed value as `[1, H, N, D]`."""
         x = self.value(node, window)
@@ -115,10 +119,7 @@ class SiteWriter:
             rank = len(layout.dims)
             x = self.build.call(_aten.transpose.int, (x, rank - 2, rank - 1))
             layout = Layout((*layout.dims[:-2], layout.dims[-1], layout.dims[-2]), layout.data)
-        heads = 1
-        for dim in layout.dims[:-2]:
-            for factor in dim:
-                heads *= factor.value if isinstance(factor, Size) else 1
+        heads = math.prod(f.value for dim in layout.dims[:-2] for f in dim if isinstance(f, Size))
         if len(layout.dims) == 4 and layout.dims[0] == (Row(),):
             return x
         width = layout.dims[-1][0].value if layout.dims[-1] else 1  # type: ignore[union-attr]

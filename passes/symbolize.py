@@ -442,5 +442,12 @@ def symbolize(
         specs.append(InputSpec(node.name, role, p.requires_grad))
     assumed = assumed_relations(gm, extremes)
     return CapturedGraph(
-        gm, tuple(specs), rows, positions, dict(inputs.binding), assumed, named=hidden.name if hidden else ""
+        gm,
+        tuple(specs),
+        rows,
+        positions,
+        dict(inputs.binding),
+        assumed,
+        named=hidden.name if hidden else "",
+        tokens="" if hidden else token_input.name,
     )

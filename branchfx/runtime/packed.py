@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,9 +43,11 @@ def build_tree(
         values = [v.detach() for v in plan.key.gm(*args)]
     rows, columns = batch_size(plan, args)
     shaped = [
-        value.movedim((row, column), (0, 1)).cpu() for value, (row, column) in zip(values, plan.key.shapes, strict=True)
+        # one dim may hold rows and positions
+        (value.movedim(row, 0) if row == column else value.movedim((row, column), (0, 1))).cpu()
+        for value, (row, column) in zip(values, plan.key.shapes, strict=True)
     ]
-    keys = [k.reshape(rows, columns, *k.shape[2:]) for k in shaped[: plan.key.keys]]
+    keys = [k.reshape(rows, columns, -1) for k in shaped[: plan.key.keys]]
     if plan.captured.named and named is not None:
         keys += [key.cpu() for key in named.keys]
     valid: Tensor | None = None
@@ -68,6 +69,10 @@ def fits(plan: SharingPlan, args: Sequence[Any], named: NamedBatch | None = None
     """Whether the inputs have the shapes that the plan takes them to have, such as a mask as long as the ids."""
     if any(float(args[index]) != value for index, value in plan.constants):
         return False
+    # contents, not versions: writes through `.data` or NumPy leave no trace
+    names = [spec.name for spec in plan.captured.inputs]
+    if not all(holds_band(args[names.index(n)], band) for n, band in plan.captured.tables.items()):
+        return False
     sizes = real_sizes(plan, args)
     if plan.captured.named and (named is None or tuple(named.input_ids.shape) != batch_size(plan, args)):
         return False
@@ -81,30 +86,6 @@ def fits(plan: SharingPlan, args: Sequence[Any], named: NamedBatch | None = None
             if expected.subs(sizes) != actual:
                 return False
     return True
-
-
-class MaskBuffers:
-    """Checks that the mask buffers of a plan hold what they held when it was made."""
-
-    def __init__(self, plan: SharingPlan) -> None:
-        names = [spec.name for spec in plan.captured.inputs]
-        self.bands = {names.index(name): band for name, band in plan.captured.tables.items()}
-        self.seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def unchanged(self, args: Sequence[Any]) -> bool:
-        """Whether each is the tensor that was last looked at, or holds the same."""
-        return all(self._holds(index, band, args[index]) for index, band in self.bands.items())
-
-    def _holds(self, index: int, band: int, value: Tensor) -> bool:
-        # a tensor of inference mode counts no versions
-        version = -1 if value.is_inference() else value._version
-        known, at = self.seen.get(index, (None, -1))
-        if known is not None and known() is value and at == version >= 0:
-            return True
-        if not holds_band(value, band):
-            return False
-        self.seen[index] = (weakref.ref(value), version)
-        return True
 
 
 def has_masked_query(plan: SharingPlan, valid: Tensor | None) -> bool:
