@@ -17,6 +17,8 @@ from branchfx.passes.layout import TokenLayouts
 from branchfx.passes.mixing import MixingSites
 from branchfx.passes.placement import Placement
 
+_aten = torch.ops.aten
+
 
 @dataclasses.dataclass(frozen=True)
 class KeyGraph:
@@ -39,10 +41,10 @@ class KeyGraph:
     drops: bool
 
 
-def common_validity(graph: CapturedGraph, sites: MixingSites) -> tuple[str, ...] | None:
+def common_validity(graph: CapturedGraph, layouts: TokenLayouts, sites: MixingSites) -> tuple[str, ...] | None:
     """Return the padding mask that every site has, or None when they differ or it is no padding.
 
-    A key that is hidden may still be a query. It is padding only where an input says so that is not the ids.
+    A key that is hidden may still be a query. It is padding only where an input that is not the ids holds zero.
     """
     found = {site.key_valid for site in sites.attention.values()}
     if len(found) != 1:
@@ -58,8 +60,23 @@ def common_validity(graph: CapturedGraph, sites: MixingSites) -> tuple[str, ...]
         seen.add(node)
         if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor) and node.name not in inputs:
             return None
+        layout = layouts.layout(node)
+        if node.op == "call_function" and layout is not None and layout.data is Data.TOKEN and not _keeps_zero(node):
+            return None
         todo.extend(node.all_input_nodes)
     return masks
+
+
+_MOVES = (
+    *(_aten._to_copy.default, _aten.to.dtype, _aten.clone.default, _aten.alias.default, _aten.detach.default),
+    *(_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default),
+    *(_aten.slice.Tensor, _aten.index.Tensor, _aten.contiguous.default),
+)
+
+
+def _keeps_zero(node: fx.Node) -> bool:
+    """Whether a value is zero (or false) where its argument is, and only there."""
+    return node.target in _MOVES or (node.target is _aten.ne.Scalar and node.args[1] == 0)
 
 
 def build_key_graph(

@@ -175,7 +175,7 @@ def _plan(
     declines = _refusals(captured, layouts, sites, placement)
     if declines:
         return declines
-    common = common_validity(captured, sites)
+    common = common_validity(captured, layouts, sites)
     skips = common is not None and (padding == "skip" or (padding == "auto" and not placement.escapes))
     packed = PackTokens(rules, autocast_dtype, skips).run(captured, layouts, sites, placement)
     restore_custom_functions(packed.gm, functions)
