@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import branchfx
 from tests import batches, models
-from tests.exactness import compare, compile_for_test
+from tests.exactness import compare, compare_function, compile_for_test
 
 # several prompts, depth 4, a row that ends where others go on, a duplicate, a window's worth of shared tokens
 _RIGHT = batches.tree([(9, [(3, [4, (2, [5, 0, 0])]), 7]), (3, [2, 2])], padding="right", shuffle=True)
@@ -103,7 +103,16 @@ def test_inductor(name: str) -> None:
     compare(models.build(name), _RIGHT, backend_options={"inner": "inductor"})
 
 
-def test_changed_mask_buffer() -> None:
+def test_router_logits() -> None:
+    """Values of rows and positions in one dim, as routers return them, with a padding mask."""
+    model = models.build("mixtral", output_router_logits=True)
+    kwargs = {**_RIGHT.kwargs, "labels": _RIGHT.ids.masked_fill(_RIGHT.attention_mask == 0, -100)}
+    compiled = compile_for_test(model, fallback="silent")
+    compare_function(model, lambda m: m(**kwargs).loss, ours=lambda: compiled(**kwargs).loss)
+
+
+@pytest.mark.parametrize("silently", [False, True], ids=["in place", "behind autograd's back"])
+def test_changed_mask_buffer(silently: bool) -> None:
     """A mask that the model keeps in a buffer is read anew when it changes."""
     model = models.build("gpt_neo")
     compiled = compile_for_test(model, fallback="silent")
@@ -111,6 +120,7 @@ def test_changed_mask_buffer() -> None:
     shared = branchfx.stats().calls_shared
     with torch.no_grad():
         for block in model.transformer.h:
-            block.attn.attention.bias[..., 2, 1] = False
+            mask = block.attn.attention.bias
+            (mask.data if silently else mask)[..., 2, 1] = False
         torch.testing.assert_close(compiled(**_RIGHT.kwargs).logits, model(**_RIGHT.kwargs).logits)
     assert branchfx.stats().calls_shared == shared
