@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,6 +137,11 @@ class Layout:
     def is_replicated(self) -> bool:
         """Whether the value is the same for all rows and positions."""
         return self.data is Data.NONE and not any(isinstance(f, (Row, Position, Slots)) for f in self.factors)
+
+    @property
+    def heads(self) -> int:
+        """The product of the constants before the last two dims: heads, of what an attention reads."""
+        return math.prod(f.value for dim in self.dims[:-2] for f in dim if isinstance(f, Size))
 
     def where_is(self, kind: type) -> int:
         """Return the dim that is exactly one factor of `kind`, or -1."""

@@ -14,7 +14,6 @@ key; the score must be a function of one dot product and such values.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import fx
 
 from branchfx.attention_rule import AttentionRule
 from branchfx.diagnostics import Code, Decline
-from branchfx.passes.ir import AttentionSite, CapturedGraph, Data, Layout, Size
+from branchfx.passes.ir import AttentionSite, CapturedGraph, Data, Layout
 from branchfx.passes.layout import TokenLayouts, decline_at
 from branchfx.passes.lift import Lifter, index_of
 from branchfx.passes.lifted import HEAD, KEY, QUERY, ROW, Unliftable, as_boolean, as_number, is_boolean
@@ -180,7 +179,7 @@ class _Builder:
         query, key, value, result = (self.lifter.layout(x) for x in (q, k, v, node))
         if transposed:
             key = Layout((*key.dims[:-2], key.dims[-1], key.dims[-2]), key.data)
-        heads = [_heads(x) for x in (query, key, value, result)]
+        heads = [x.heads for x in (query, key, value, result)]
         if heads[0] != heads[3] or heads[1] != heads[2] or heads[0] % heads[1]:
             raise Unliftable(f"{node.name} of {heads[0]} query, {heads[1]} key and {heads[2]} value heads")
         windows = [x.positions[0].window for x in (query, key, value) if len(x.positions) == 1]
@@ -292,8 +291,3 @@ class _Builder:
 
     def _validity(self, part: Any) -> str:
         return self.lifter.atoms[part.lhs if isinstance(part, sympy.Ne) else part][0].name
-
-
-def _heads(layout: Layout) -> int:
-    """Return the product of the constants before the last two dims."""
-    return math.prod(f.value for dim in layout.dims[:-2] for f in dim if isinstance(f, Size))

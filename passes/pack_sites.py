@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +48,12 @@ class SiteWriter:
 
     def _attention(self, node: fx.Node, site: AttentionSite, window: Window) -> fx.Node:
         keys, values = self._grouped(self.by_name[site.key]), self._grouped(self.by_name[site.value])
-        if keys is None or values is None or site.transposed_key or self._head_count(keys) != self._head_count(values):
+        if (
+            keys is None
+            or values is None
+            or site.transposed_key
+            or self._single(keys).heads != self._single(values).heads
+        ):
             keys, values = self.by_name[site.key], self.by_name[site.value]
         query = self._heads(self.by_name[site.query], window)
         key = self._heads(keys, BASE, transposed=site.transposed_key)
@@ -108,9 +112,6 @@ class SiteWriter:
         same = before.dims[0] == after.dims[0] and before.dims[2:] == after.dims[2:]
         return source.args[0] if same and source.args[0].name in self.placement.packed else None
 
-    def _head_count(self, node: fx.Node) -> int:
-        return math.prod(f.value for dim in self._single(node).dims[:-2] for f in dim if isinstance(f, Size))
-
     def _heads(self, node: fx.Node, window: Window, transposed: bool = False) -> fx.Node:
         """View a packed value as `[1, H, N, D]`."""
         x = self.value(node, window)
@@ -119,11 +120,10 @@ class SiteWriter:
             rank = len(layout.dims)
             x = self.build.call(_aten.transpose.int, (x, rank - 2, rank - 1))
             layout = Layout((*layout.dims[:-2], layout.dims[-1], layout.dims[-2]), layout.data)
-        heads = math.prod(f.value for dim in layout.dims[:-2] for f in dim if isinstance(f, Size))
         if len(layout.dims) == 4 and layout.dims[0] == (Row(),):
             return x
         width = layout.dims[-1][0].value if layout.dims[-1] else 1  # type: ignore[union-attr]
-        return self.build.call(_aten.reshape.default, (x, [1, heads, -1, width]))
+        return self.build.call(_aten.reshape.default, (x, [1, layout.heads, -1, width]))
 
     def _per_key(self, node: fx.Node) -> fx.Node:
         """View a token value as `[H or 1, N or 1]`."""

@@ -115,7 +115,7 @@ def _by_row(
     if pieces is None:
         return None
     try:
-        return _sum(original, pieces, at, weights, places, len(args))
+        return _sum(original, pieces, at, weights, places)
     except _REFUSALS as error:
         logger.info("the unshared graph does not take one row: %s", str(error).partition("\n")[0])
         return None
@@ -127,11 +127,9 @@ def _sum(
     at: list[int],
     weights: Sequence[Tensor | None],
     places: Sequence[OutputPlace | None],
-    inputs: int,
 ) -> _Gradients:
     total: _Gradients = [None] * len(at)
     for row, piece in enumerate(pieces):
-        assert len(piece) == inputs
         outputs = original(*piece)
         pairs = [(o, w, p) for o, w, p in zip(outputs, weights, places, strict=True) if w is not None and p is not None]
         own = [p.rows(o, 1)[0] for o, _, p in pairs]
